@@ -17,6 +17,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["optimum_trn", "optimum_trn.*"]),
+    py_modules=["optimum_trn_autoload"],
+    py_modules=["optimum_trn_autoload"],
     package_data={"optimum_trn": ["py.typed", "device/csrc/*"]},
     install_requires=[
         "torch>=2.13,<2.14",
@@ -31,6 +33,6 @@ setup(
     ],
     extras_require={"test": TEST, "examples": EXAMPLES, "dev": [*DEV, *TEST, *EXAMPLES]},
     entry_points={
-        "torch.backends": ["optimum_trn = optimum_trn._autoload:autoload"],
+        "torch.backends": ["optimum_trn = optimum_trn_autoload:autoload"],
     },
 )
