@@ -18,7 +18,6 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["optimum_trn", "optimum_trn.*"]),
     py_modules=["optimum_trn_autoload"],
-    py_modules=["optimum_trn_autoload"],
     package_data={"optimum_trn": ["py.typed", "device/csrc/*"]},
     install_requires=[
         "torch>=2.13,<2.14",
