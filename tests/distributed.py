@@ -174,6 +174,9 @@ def run_ranks(
         failures.setdefault(rank, f"no answer in time; its output:\n{workers[rank].said(6000)}")
     if pending or failures or not all(worker.alive() for worker in workers):
         pool.kill()
+    else:
+        for worker in workers:
+            worker.connection.send_bytes(b"all have answered")
     if failures:
         raise RankError("\n".join(f"--- rank {rank} of {world_size}: {failures[rank]}" for rank in sorted(failures)))
     return [results[rank] for rank in range(world_size)]

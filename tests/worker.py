@@ -80,6 +80,7 @@ def main(address: str) -> None:
         except Exception:
             message = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(message)
+        connection.recv_bytes()  # every rank has answered, so nobody still needs this rank's sockets
         clean_up()
         os.environ.clear()
         os.environ.update(environment)
