@@ -1,0 +1,45 @@
+"""Linear layers whose weight is cut over the ranks of a group: by output features (column) or input features (row)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
+from optimum_trn.parallel.mesh import RankGroup
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Each rank computes its own output features, from a replicated input of shape (..., in_features).
+
+    `out_features`, `weight` (out_features, in_features) and `bias` (out_features) are local.  With `copies_input` the
+    layer sums the gradient of its input over the group itself; several layers with one input leave that to their block.
+    """
+
+    group: RankGroup
+    copies_input: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.copies_input:
+            input = copy_to_group(input, self.group.process_group)
+        return F.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, columns of {self.group}"
+
+
+class RowParallelLinear(nn.Linear):
+    """Each rank multiplies its own input features of shape (..., in_features); the sum over the group is the output.
+
+    `in_features` and `weight` (out_features, in_features) are local, `bias` (out_features) is whole and added once,
+    after the sum.
+    """
+
+    group: RankGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = reduce_from_group(F.linear(input, self.weight), self.group.process_group)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rows of {self.group}"

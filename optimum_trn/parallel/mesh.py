@@ -1,0 +1,84 @@
+"""The degrees of parallelism, and the device mesh that they make of a world of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from optimum_trn.errors import MeshError
+
+DATA_AXIS = "dp"
+TENSOR_AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The degrees of parallelism; data parallel is what is left of the world size.
+
+    Raises `MeshError` when a degree is not a positive integer.
+    """
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        if not isinstance(size, int) or size < 1:
+            raise MeshError(f"tensor_parallel_size must be a positive integer, not {size!r}.")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """How many copies of the model `world_size` ranks hold; `MeshError` if the degrees do not divide it."""
+        if world_size % self.tensor_parallel_size:
+            legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            raise MeshError(
+                f"tensor_parallel_size {self.tensor_parallel_size} does not divide the world size {world_size}. "
+                f"Start a multiple of {self.tensor_parallel_size} processes, or choose one of {legal}."
+            )
+        return world_size // self.tensor_parallel_size
+
+    def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh with axes ("dp", "tp") over all ranks, or None in a single process without a process group.
+
+        Tensor parallel is the inner axis, so that its ranks are neighbours: its collectives sit on the critical path
+        of every layer and belong on the fastest links.  `device_type` defaults to the device of this process.
+        """
+        if not dist.is_initialized():
+            self.data_parallel_size(1)
+            return None
+        data_parallel_size = self.data_parallel_size(dist.get_world_size())
+        if device_type is None:
+            from optimum_trn.device import device_type as local_device_type
+
+            device_type = local_device_type()
+        return init_device_mesh(
+            device_type, (data_parallel_size, self.tensor_parallel_size), mesh_dim_names=(DATA_AXIS, TENSOR_AXIS)
+        )
+
+
+class RankGroup:
+    """A process group that a module may hold: deep copies share it, and a pickle finds it again by its name.
+
+    `torch.distributed.ProcessGroup` itself can be neither copied nor pickled, and would make the same of every model
+    whose layers keep one.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank: int = dist.get_rank(process_group)
+        self.size: int = dist.get_world_size(process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _group_by_name, (self.process_group.group_name,)
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size}"
+
+
+def _group_by_name(name: str) -> RankGroup:
+    """The group of that name in this process, which must have built the same mesh before it unpickles a model."""
+    return RankGroup(dist.distributed_c10d._resolve_process_group(name))

@@ -1,0 +1,21 @@
+"""The patching engine: plans as data, applied to instances of stock models."""
+
+from optimum_trn.patching.apply import PatchReport, PatchState, patch_model, state_of, unpatch_model
+from optimum_trn.patching.blocks import MLP, Attention, GatedMLP
+from optimum_trn.patching.plan import ModelPlan
+from optimum_trn.patching.registry import get_plan, register_plan, supported_models
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "GatedMLP",
+    "ModelPlan",
+    "PatchReport",
+    "PatchState",
+    "get_plan",
+    "patch_model",
+    "register_plan",
+    "state_of",
+    "supported_models",
+    "unpatch_model",
+]
