@@ -1,0 +1,174 @@
+"""An Accelerator that counts data-parallel ranks: the tensor-parallel ranks of one model replica are one process to it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import gather_object, recursively_apply
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import seed_worker
+
+from ..parallel import Placement, clip_grad_norm_, grad_norm
+from ..patching import state_of
+from .stream import DataParallelStream
+
+
+class DataParallelAccelerator(Accelerator):
+    """Sees a ("dp", "tp") mesh as its data-parallel ranks, so that everything counted over processes counts once.
+
+    `num_processes` and `process_index` are those of the "dp" axis. Loaders give every data-parallel rank rows of its
+    own and each of its tensor-parallel ranks the same; `gather`, `gather_for_metrics` and `reduce` run over "dp";
+    models are replicated over "dp" by DistributedDataParallel; `clip_grad_norm_` counts each parameter once.
+    `is_main_process` and `wait_for_everyone` still mean the world. accelerate's own ParallelismConfig can't say this:
+    it refuses replicas of a tensor-parallel model (huggingface/accelerate#3876).
+    """
+
+    mesh: DeviceMesh
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, mesh: DeviceMesh) -> None:
+        """Turn an accelerator into one that counts the data-parallel ranks of `mesh`, on the instance."""
+        accelerator.__class__ = type(cls.__name__, (cls, type(accelerator)), {})
+        accelerator.mesh = mesh
+
+    @property
+    def num_processes(self) -> int:
+        return self.mesh["dp"].size()
+
+    @property
+    def process_index(self) -> int:
+        return self.mesh["dp"].get_local_rank()
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.state.process_index == self.state.num_processes - 1
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Placement, autocast and compilation as in accelerate, then replication over "dp" if the model is to train."""
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        trains = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
+        if trains and self.num_processes > 1 and not isinstance(model, DistributedDataParallel):
+            kwargs = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+            model = DistributedDataParallel(model, process_group=self.mesh.get_group("dp"), **kwargs)
+            if self.ddp_handler is not None:
+                self.ddp_handler.register_comm_hook(model)
+            model._is_accelerate_prepared = True
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader:
+        """A loader of this data-parallel rank's share; see `DataParallelStream` for iterable and dispatched ones."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        init = data_loader.worker_init_fn
+        if isinstance(init, functools.partial) and init.func is seed_worker:
+            # Trainer seeds workers by world rank, so that tensor-parallel ranks would augment the same rows differently.
+            data_loader.worker_init_fn = functools.partial(init.func, **{**init.keywords, "rank": self.process_index})
+        is_iterable = isinstance(data_loader.dataset, IterableDataset)
+        dispatch = is_iterable if self.dispatch_batches is None else self.dispatch_batches
+        if not is_iterable and not dispatch:
+            self._share_sampler_seed(data_loader)
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+        stream = DataParallelStream(
+            data_loader,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=self.split_batches,
+            dispatch=dispatch,
+            data_seed=self.dataloader_config.data_seed,
+        )
+        place = self.device_placement if device_placement is None else device_placement
+        loader = DataLoaderShard(
+            stream,
+            device=self.device if place else None,
+            batch_size=stream.batch_size,
+            collate_fn=data_loader.collate_fn,
+            pin_memory=data_loader.pin_memory,
+            _non_blocking=self.non_blocking,
+        )
+        stream.loader = loader
+        loader._is_accelerate_prepared = True
+        self._dataloaders.append(loader)
+        return loader
+
+    def _share_sampler_seed(self, data_loader: DataLoader) -> None:
+        """Let all ranks draw the same order even where their CPU generators have drifted apart."""
+        sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.sampler)
+        if getattr(sampler, "generator", False) is None and not self.use_seedable_sampler:
+            seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
+            dist.broadcast(seed, src=0)
+            sampler.generator = torch.Generator().manual_seed(int(seed))
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of the data-parallel ranks along dimension 0 (scalars become one-dimensional)."""
+
+        def gather_one(local: Tensor) -> Tensor:
+            local = local[None] if local.ndim == 0 else local
+            gathered = local.new_empty((self.num_processes * local.shape[0], *local.shape[1:]))
+            dist.all_gather_into_tensor(gathered, local.contiguous(), group=self.mesh.get_group("dp"))
+            return gathered
+
+        return tensor if self.num_processes == 1 else recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` without the rows that only fill the last batch; objects are pickled, tensors are not."""
+        if not use_gather_object and _holds_only_tensors(input_data):
+            return super().gather_for_metrics(input_data)
+        # Each rank hands in a list of one, so that the gathered list is by world rank; "tp" is the inner axis.
+        per_rank = gather_object([input_data])[:: self.mesh["tp"].size()]
+        data = [row for rows in per_rank for row in rows] if isinstance(input_data, (list, tuple)) else per_rank
+        state = self.gradient_state
+        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The "sum" or "mean" of the data-parallel ranks' tensors, times `scale`."""
+
+        def reduce_one(local: Tensor) -> Tensor:
+            total = local.clone()
+            if self.num_processes > 1:
+                dist.all_reduce(total, group=self.mesh.get_group("dp"))
+            return total * (scale / self.num_processes if reduction == "mean" else scale)
+
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before."""
+        if self.mesh["tp"].size() == 1:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        names: dict[int, str] = {}
+        placements: dict[str, Placement] = {}
+        for index, model in enumerate(self._models):
+            unwrapped = self.unwrap_model(model, keep_torch_compile=False)
+            state = state_of(unwrapped)
+            names |= {id(parameter): f"{index}.{name}" for name, parameter in unwrapped.named_parameters()}
+            if state is not None:
+                placements |= {f"{index}.{name}": placement for name, placement in state.placements.items()}
+        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+        named = [(names.get(id(parameter), ""), parameter) for parameter in parameters]
+        group = self.mesh.get_group("tp")
+        if math.isinf(max_norm):
+            return grad_norm(named, placements, group, norm_type)  # type: ignore[arg-type]
+        return clip_grad_norm_(named, placements, group, max_norm, norm_type)  # type: ignore[arg-type]
+
+
+def _holds_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

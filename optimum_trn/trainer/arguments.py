@@ -1,0 +1,72 @@
+"""Training arguments: those of transformers, and the degrees of parallelism."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from transformers import TrainingArguments
+
+from ..errors import MeshError
+from ..parallel import ParallelConfig
+
+
+@dataclass
+class NeuronTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` and the degrees of parallelism; data parallel is what is left of the world size.
+
+    Raises `MeshError`, before a process group or a model exists, when the degrees do not divide the world size, and
+    ValueError for the arguments that sharded models can't honour; the text of each names the way out.
+    """
+
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Over how many NeuronCores each layer is sharded. Must divide the number of processes (one a core), "
+            "the attention heads, the key-value heads, the MLP width and the vocabulary of the model."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_world_size(self.parallel_config)
+        if self.auto_find_batch_size and world_size() > 1:
+            raise ValueError(
+                "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries "
+                "with a smaller batch while the others wait for it in a collective. Set per_device_train_batch_size."
+            )
+        if self.tensor_parallel_size > 1:
+            for argument in ("fsdp", "deepspeed", "parallelism_config"):
+                if getattr(self, argument, None):
+                    raise ValueError(
+                        f"{argument} can't be combined with tensor_parallel_size={self.tensor_parallel_size}: both would "
+                        f"shard the model. Leave {argument} unset; data parallelism is what is left of the world size."
+                    )
+        super().__post_init__()
+        if self.fp16 and self.device.type == "neuron":
+            raise ValueError("fp16=True: NeuronCores train in bfloat16 or float32; set bf16=True instead.")
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """The degrees, as the rest of the package takes them."""
+        return ParallelConfig(tensor_parallel_size=self.tensor_parallel_size)
+
+
+def world_size() -> int:
+    """The number of processes, known from the launcher before any process group exists."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world_size(config: ParallelConfig) -> None:
+    """Raise `MeshError` if the degrees do not divide the world size; say how to launch if there is only one process."""
+    size, needed = world_size(), config.tensor_parallel_size
+    if size == 1 and needed > 1:
+        command = shlex.join([os.path.relpath(sys.argv[0]) if sys.argv[0] else "script.py", *sys.argv[1:]])
+        raise MeshError(
+            f"tensor_parallel_size={needed} needs {needed} processes, one a NeuronCore, but this is the only one. Start it "
+            f"with `torchrun --nproc-per-node {needed} {command}` or "
+            f"`accelerate launch --num_processes {needed} {command}`."
+        )
+    config.data_parallel_size(size)

@@ -1,0 +1,70 @@
+"""Evaluation over data-parallel ranks: rows that only fill the last batch take no part in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import find_batch_size, recursively_apply
+from torch import Tensor
+
+IGNORE_INDEX = -100  # of torch.nn.functional.cross_entropy, and of every label in transformers
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's rows of one global batch: how many it was given, how many of them are real."""
+
+    rows: int
+    real: int
+
+    @property
+    def kept(self) -> int:
+        """How many rows are evaluated: the real ones, or one without labels, since a model can't run on none."""
+        return max(self.real, 1)
+
+
+def share_of_batch(inputs: Mapping[str, Any], accelerator: Accelerator) -> Share:
+    """Count the real rows: the global batch is cut in rank order, and what fills it up comes last."""
+    rows = find_batch_size(inputs) or 0
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return Share(rows, rows)
+    return Share(rows, min(max(state.remainder - accelerator.process_index * rows, 0), rows))
+
+
+def real_rows_of(inputs: Mapping[str, Any], share: Share, label_names: Sequence[str]) -> dict[str, Any]:
+    """The inputs without the filling rows; where all are filling, one row whose labels are ignored."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[: share.kept] if tensor.ndim > 0 and tensor.shape[0] == share.rows else tensor
+
+    if share.kept == share.rows and share.real > 0:
+        return dict(inputs)
+    inputs = dict(recursively_apply(cut, dict(inputs)))
+    for name in label_names:
+        if share.real == 0 and name in inputs and not inputs[name].is_floating_point():
+            inputs[name] = torch.full_like(inputs[name], IGNORE_INDEX)
+    return inputs
+
+
+def filled_up(outputs: Any, share: Share) -> Any:
+    """Outputs with as many rows as the rank was given, so that all ranks gather equally many."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 or tensor.shape[0] != share.kept:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(share.rows - share.kept, *tensor.shape[1:])])
+
+    return outputs if outputs is None or share.kept == share.rows else recursively_apply(fill, outputs)
+
+
+def weight_of(inputs: Mapping[str, Any], share: Share, label_names: Sequence[str]) -> int | Tensor:
+    """How much this rank's mean loss weighs: its labels that are not ignored, or its rows if labels are not classes."""
+    labels = next((inputs[name] for name in label_names if isinstance(inputs.get(name), Tensor)), None)
+    if labels is None or labels.is_floating_point():
+        return share.real
+    return (labels != IGNORE_INDEX).sum()

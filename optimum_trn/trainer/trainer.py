@@ -1,0 +1,213 @@
+"""NeuronTrainer: transformers' Trainer on tensor-parallel models; its loop is untouched, only seams are overridden."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Sampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers.trainer_utils import TrainOutput
+
+from ..checkpoint.reload import load_weights
+from ..checkpoint.save import save_pretrained
+from ..errors import MeshError
+from ..parallel import ParallelConfig
+from ..patching import patch_model, state_of
+from . import evaluation, training_state
+from .accelerator import DataParallelAccelerator
+
+
+class NeuronTrainer(Trainer):
+    """`transformers.Trainer` for models that are sharded over NeuronCores, data-parallel over what is left of them.
+
+    Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
+    0), one from `NeuronModelForCausalLM.from_pretrained`, whose ranks never held more than their shards, or come from
+    `model_init`. In one process it is the stock Trainer.
+
+    Raises `MeshError` if the model was sharded at other degrees than `args` say, `PlanError` or `UnsupportedModelError`
+    if it can't be sharded at them, and `CheckpointError` when a checkpoint can't be resumed.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    # ---- Set-up -------------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Have accelerate count data-parallel ranks, and shard the model before anything moves it to the device."""
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            state = None if self.model is None else state_of(self.model)
+            self.mesh = state.mesh if state is not None else self.parallel_config.build_mesh(self.args.device.type)
+            assert self.mesh is not None
+            DataParallelAccelerator.adopt(self.accelerator, self.mesh)
+            self.gather_function = functools.partial(
+                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
+        if self.model is not None:
+            self._shard(self.model)
+
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        """Shard every model that `model_init` returns."""
+        model = super().call_model_init(trial)
+        self._shard(model)
+        return model
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """The degrees: those of the arguments, or of the model if the arguments are stock `TrainingArguments`."""
+        config = getattr(self.args, "parallel_config", None)
+        if config is None:
+            state = None if self.model is None else state_of(self.model)
+            config = ParallelConfig() if state is None else state.config
+        return config
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only a part of the model."""
+        return self.mesh is not None and self.mesh["tp"].size() > 1
+
+    def _shard(self, model: nn.Module) -> None:
+        state = state_of(model)
+        wanted = self.parallel_config.tensor_parallel_size
+        have = 1 if state is None else state.config.tensor_parallel_size
+        if have == wanted:
+            return
+        if state is not None:
+            raise MeshError(
+                f"The model was loaded at tensor_parallel_size={have}, but the training arguments say {wanted}: give both "
+                f"the same degrees."
+            )
+        # As DistributedDataParallel does: ranks that initialised the model differently continue with rank 0's weights.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            on_device = tensor.detach().to(self.args.device)
+            dist.broadcast(on_device, src=0)
+            tensor.data.copy_(on_device)
+        patch_model(model, self.parallel_config, mesh=self.mesh)
+        model.save_pretrained = functools.partial(save_pretrained, model)
+
+    # ---- Data and counting --------------------------------------------------------------------------------------------
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Rows of one optimizer step, over the data-parallel ranks."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        if self.mesh is not None and isinstance(sampler, BatchRebalanceSampler):
+            # The one sampler of transformers that cuts by rank itself, and by that of the world.
+            return BatchRebalanceSampler(
+                lengths=sampler.lengths,
+                effective_batch_size=sampler.effective_batch_size // self.mesh["tp"].size(),
+                dp_size=self.accelerator.num_processes,
+                grad_accum=sampler.grad_accum,
+                rank=self.accelerator.process_index,
+                drop_last=sampler.drop_last,
+            )
+        return sampler
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share: transformers' 6 * tokens * parameters of the whole model, over the ranks that share it."""
+        state = state_of(self.model)
+        if not self.is_sharded or state is None:
+            return super().floating_point_ops(inputs)
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs:
+            return 0
+        embeddings = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        parameters = sum(
+            math.prod(state.placements[fqn].global_shape)
+            for fqn, parameter in self.model.named_parameters()
+            if id(parameter) not in embeddings
+        )
+        return 6 * inputs[name].numel() * parameters // state.config.tensor_parallel_size
+
+    # ---- Evaluation ---------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluate the real rows of the batch only, and report the loss of the global batch on every rank."""
+        if self.mesh is None or self.accelerator.num_processes == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        share = evaluation.share_of_batch(inputs, self.accelerator)
+        inputs = evaluation.real_rows_of(inputs, share, self.label_names)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = self._mean_over_replicas(loss, inputs, share)
+        return loss, evaluation.filled_up(logits, share), evaluation.filled_up(labels, share)
+
+    def _mean_over_replicas(self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share) -> Tensor:
+        """The loss of the global batch from those of its shares."""
+        local_items = self._get_num_items_in_batch([inputs], self.args.device)
+        if local_items is not None and self.args.average_tokens_across_devices:
+            # Each is already the sum over its tokens, over the mean number of tokens of a rank.
+            return self.accelerator.reduce(loss, "mean")
+        weight = evaluation.weight_of(inputs, share, self.label_names) if local_items is None else local_items
+        weight = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
+        total, items = self.accelerator.reduce(torch.stack([torch.where(weight > 0, loss * weight, 0.0), weight]))
+        return total / items
+
+    # ---- Saving and resuming ------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in Trainer; `resume_from_checkpoint=True` takes the newest checkpoint that was saved to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(self.args.output_dir)))
+        if isinstance(resume_from_checkpoint, str):
+            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.is_sharded and not self.args.should_save:
+            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)  # joins the gathers
+        else:
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        assert self.mesh is not None
+        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_sharded or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.mesh is not None
+        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        training_state.save_device_rng(Path(output_dir), self.args.process_index, self.args.device)
+        # What follows marks the checkpoint as complete: the trainer state, written by rank 0.
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            training_state.load_device_rng(Path(checkpoint), self.args.process_index, self.args.device)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.is_sharded:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_weights(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not self.is_sharded:
+            return super()._load_best_model()
+        load_weights(self.model, self.state.best_model_checkpoint)
