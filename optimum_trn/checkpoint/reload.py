@@ -18,10 +18,10 @@ from .slices import LocalSlice, open_slices, shape_of
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Overwrite all parameters and persistent buffers with those of a stock directory, each rank reading its own slices.
+    """Overwrite all parameters and persistent buffers with those of a stock directory, each rank its own slices.
 
-    All ranks must call it. Raises `CheckpointError` on every rank, and before any weight changes, if a file is missing or
-    damaged, or holds other weights than the model.
+    All ranks must call it. Raises `CheckpointError` on every rank, and before any weight changes, if a file is missing
+    or damaged, or holds other weights than the model.
     """
     directory = Path(directory)
     state = state_of(model)
@@ -37,8 +37,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             placement = placement or Placement.replicate(tensor.shape, 1)
             if tuple(shape) != placement.global_shape:
                 raise CheckpointError(
-                    f"{name} has shape {tuple(shape)} in {directory} and {placement.global_shape} in the model: it holds "
-                    f"the weights of another model."
+                    f"{name} has shape {tuple(shape)} in {directory} and {placement.global_shape} in the model: it "
+                    f"holds the weights of another model."
                 )
             rank = state.tp_rank if state is not None else 0
             slices.append((tensor, LocalSlice(sources[name], placement, rank, tensor.device, tensor.dtype)))

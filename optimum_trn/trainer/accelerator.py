@@ -1,4 +1,4 @@
-"""An Accelerator that counts data-parallel ranks: the tensor-parallel ranks of one model replica are one process to it."""
+"""An Accelerator that counts data-parallel ranks: the tensor-parallel ranks of one replica are one process to it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate.accelerator import Accelerator
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ class DataParallelAccelerator(Accelerator):
     mesh: DeviceMesh
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, mesh: DeviceMesh) -> None:
+    def adopt(cls, accelerator: Any, mesh: DeviceMesh) -> None:
         """Turn an accelerator into one that counts the data-parallel ranks of `mesh`, on the instance."""
         accelerator.__class__ = type(cls.__name__, (cls, type(accelerator)), {})
         accelerator.mesh = mesh
@@ -54,13 +54,13 @@ class DataParallelAccelerator(Accelerator):
         return self.state.process_index == self.state.num_processes - 1
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Placement, autocast and compilation as in accelerate, then replication over "dp" if the model is to train."""
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         trains = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
         if trains and self.num_processes > 1 and not isinstance(model, DistributedDataParallel):
-            kwargs = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+            kwargs: dict[str, Any] = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
             model = DistributedDataParallel(model, process_group=self.mesh.get_group("dp"), **kwargs)
             if self.ddp_handler is not None:
                 self.ddp_handler.register_comm_hook(model)
@@ -75,7 +75,7 @@ class DataParallelAccelerator(Accelerator):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         init = data_loader.worker_init_fn
         if isinstance(init, functools.partial) and init.func is seed_worker:
-            # Trainer seeds workers by world rank, so that tensor-parallel ranks would augment the same rows differently.
+            # Trainer seeds workers by world rank: tensor-parallel ranks would augment the same rows differently.
             data_loader.worker_init_fn = functools.partial(init.func, **{**init.keywords, "rank": self.process_index})
         is_iterable = isinstance(data_loader.dataset, IterableDataset)
         dispatch = is_iterable if self.dispatch_batches is None else self.dispatch_batches
@@ -92,7 +92,7 @@ class DataParallelAccelerator(Accelerator):
             data_seed=self.dataloader_config.data_seed,
         )
         place = self.device_placement if device_placement is None else device_placement
-        loader = DataLoaderShard(
+        loader: Any = DataLoaderShard(
             stream,
             device=self.device if place else None,
             batch_size=stream.batch_size,
@@ -107,7 +107,7 @@ class DataParallelAccelerator(Accelerator):
 
     def _share_sampler_seed(self, data_loader: DataLoader) -> None:
         """Let all ranks draw the same order even where their CPU generators have drifted apart."""
-        sampler = getattr(data_loader.batch_sampler, "sampler", data_loader.sampler)
+        sampler: Any = getattr(data_loader.batch_sampler, "sampler", data_loader.sampler)
         if getattr(sampler, "generator", False) is None and not self.use_seedable_sampler:
             seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
             dist.broadcast(seed, src=0)

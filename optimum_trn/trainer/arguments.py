@@ -25,8 +25,8 @@ class NeuronTrainingArguments(TrainingArguments):
     tensor_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Over how many NeuronCores each layer is sharded. Must divide the number of processes (one a core), "
-            "the attention heads, the key-value heads, the MLP width and the vocabulary of the model."
+            "help": "Over how many NeuronCores each layer is sharded. Must divide the number of processes (one a core) "
+            "and the attention heads, the key-value heads, the MLP width and the vocabulary of the model."
         },
     )
 
@@ -41,8 +41,8 @@ class NeuronTrainingArguments(TrainingArguments):
             for argument in ("fsdp", "deepspeed", "parallelism_config"):
                 if getattr(self, argument, None):
                     raise ValueError(
-                        f"{argument} can't be combined with tensor_parallel_size={self.tensor_parallel_size}: both would "
-                        f"shard the model. Leave {argument} unset; data parallelism is what is left of the world size."
+                        f"{argument} can't be combined with tensor_parallel_size={self.tensor_parallel_size}: both "
+                        f"would shard the model. Leave {argument} unset; data parallel is what is left of the processes."
                     )
         super().__post_init__()
         if self.fp16 and self.device.type == "neuron":
@@ -65,8 +65,8 @@ def check_world_size(config: ParallelConfig) -> None:
     if size == 1 and needed > 1:
         command = shlex.join([os.path.relpath(sys.argv[0]) if sys.argv[0] else "script.py", *sys.argv[1:]])
         raise MeshError(
-            f"tensor_parallel_size={needed} needs {needed} processes, one a NeuronCore, but this is the only one. Start it "
-            f"with `torchrun --nproc-per-node {needed} {command}` or "
+            f"tensor_parallel_size={needed} needs {needed} processes, one a NeuronCore, but this is the only one. "
+            f"Start it with `torchrun --nproc-per-node {needed} {command}` or "
             f"`accelerate launch --num_processes {needed} {command}`."
         )
     config.data_parallel_size(size)

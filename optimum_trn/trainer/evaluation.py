@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import find_batch_size, recursively_apply
+from accelerate.accelerator import Accelerator
+from accelerate.utils.operations import find_batch_size, recursively_apply
 from torch import Tensor
 
 IGNORE_INDEX = -100  # of torch.nn.functional.cross_entropy, and of every label in transformers

@@ -50,10 +50,11 @@ class DataParallelStream(IterableDatasetShard):
                     "data-parallel ranks that share it."
                 )
             batch_size //= num_processes
-        super().__init__(loader.dataset, batch_size, bool(loader.drop_last), num_processes, process_index)
+        dataset: Any = loader.dataset
+        super().__init__(dataset, batch_size, bool(loader.drop_last), num_processes, process_index)
         self.dispatch = dispatch
         self.loader: Any = None
-        self.rows = copy.copy(loader)
+        self.rows: Any = copy.copy(loader)
         self.rows.collate_fn = _as_rows
         self.rows.pin_memory = False
         sampler = getattr(loader.batch_sampler, "sampler", None)
@@ -70,7 +71,7 @@ class DataParallelStream(IterableDatasetShard):
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set and its sampler which epoch comes, if they care."""
         super().set_epoch(epoch)
-        sampler = getattr(self.rows.batch_sampler, "sampler", None)
+        sampler: Any = getattr(self.rows.batch_sampler, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import TrainOutput
@@ -37,9 +36,11 @@ class NeuronTrainer(Trainer):
     if it can't be sharded at them, and `CheckpointError` when a checkpoint can't be resumed.
     """
 
+    model: Any
+    lr_scheduler: Any
     mesh: DeviceMesh | None = None
 
-    # ---- Set-up -------------------------------------------------------------------------------------------------------
+    # ---- Set-up -----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have accelerate count data-parallel ranks, and shard the model before anything moves it to the device."""
@@ -55,7 +56,7 @@ class NeuronTrainer(Trainer):
         if self.model is not None:
             self._shard(self.model)
 
-    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+    def call_model_init(self, trial: Any = None) -> Any:
         """Shard every model that `model_init` returns."""
         model = super().call_model_init(trial)
         self._shard(model)
@@ -75,7 +76,7 @@ class NeuronTrainer(Trainer):
         """Whether this rank holds only a part of the model."""
         return self.mesh is not None and self.mesh["tp"].size() > 1
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: Any) -> None:
         state = state_of(model)
         wanted = self.parallel_config.tensor_parallel_size
         have = 1 if state is None else state.config.tensor_parallel_size
@@ -83,8 +84,8 @@ class NeuronTrainer(Trainer):
             return
         if state is not None:
             raise MeshError(
-                f"The model was loaded at tensor_parallel_size={have}, but the training arguments say {wanted}: give both "
-                f"the same degrees."
+                f"The model was loaded at tensor_parallel_size={have}, but the training arguments say {wanted}: give "
+                f"both the same degrees."
             )
         # As DistributedDataParallel does: ranks that initialised the model differently continue with rank 0's weights.
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -94,7 +95,7 @@ class NeuronTrainer(Trainer):
         patch_model(model, self.parallel_config, mesh=self.mesh)
         model.save_pretrained = functools.partial(save_pretrained, model)
 
-    # ---- Data and counting --------------------------------------------------------------------------------------------
+    # ---- Data and counting ------------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of one optimizer step, over the data-parallel ranks."""
@@ -124,13 +125,13 @@ class NeuronTrainer(Trainer):
             return 0
         embeddings = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         parameters = sum(
-            math.prod(state.placements[fqn].global_shape)
+            torch.Size(state.placements[fqn].global_shape).numel()
             for fqn, parameter in self.model.named_parameters()
             if id(parameter) not in embeddings
         )
         return 6 * inputs[name].numel() * parameters // state.config.tensor_parallel_size
 
-    # ---- Evaluation ---------------------------------------------------------------------------------------------------
+    # ---- Evaluation -------------------------------------------------------------------------------------------------
 
     def prediction_step(
         self,
@@ -160,12 +161,12 @@ class NeuronTrainer(Trainer):
         total, items = self.accelerator.reduce(torch.stack([torch.where(weight > 0, loss * weight, 0.0), weight]))
         return total / items
 
-    # ---- Saving and resuming ------------------------------------------------------------------------------------------
+    # ---- Saving and resuming ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in Trainer; `resume_from_checkpoint=True` takes the newest checkpoint that was saved to its end."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(self.args.output_dir)))
+            resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if isinstance(resume_from_checkpoint, str):
             training_state.check_resumable(Path(resume_from_checkpoint), self.mesh)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -210,4 +211,4 @@ class NeuronTrainer(Trainer):
     def _load_best_model(self) -> None:
         if not self.is_sharded:
             return super()._load_best_model()
-        load_weights(self.model, self.state.best_model_checkpoint)
+        load_weights(self.model, str(self.state.best_model_checkpoint))

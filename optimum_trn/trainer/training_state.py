@@ -1,4 +1,4 @@
-"""The training state beside the weights in a checkpoint directory: optimizer shards, device generators, completeness."""
+"""The training state beside the weights in a checkpoint: optimizer shards, device generators, completeness."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def check_resumable(directory: Path, mesh: DeviceMesh | None) -> None:
     if saved != tensor_parallel_size and (saved > 1 or (directory / OPTIMIZER_NAME).exists()):
         raise CheckpointError(
             f"The optimizer state in {directory} was saved at tensor_parallel_size={saved} and can't be resumed at "
-            f"{tensor_parallel_size} yet. Launch with tensor_parallel_size={saved}, or start a new run from the weights: "
-            f"they are a stock directory, which from_pretrained loads at any size."
+            f"{tensor_parallel_size} yet. Launch with tensor_parallel_size={saved}, or start a new run from the weights, "
+            "which are a stock directory that from_pretrained loads at any size."
         )
     if mesh is None or tensor_parallel_size == 1:
         return
@@ -64,8 +64,8 @@ def check_resumable(directory: Path, mesh: DeviceMesh | None) -> None:
     ]
     if missing:
         raise CheckpointError(
-            f"{directory} holds no optimizer state ({missing[0]} is missing): it was saved with save_only_model=True, or is "
-            f"not whole. Start a new run from its weights with from_pretrained."
+            f"{directory} holds no optimizer state ({missing[0]} is missing): it was saved with save_only_model=True, "
+            "or is not whole. Start a new run from its weights with from_pretrained."
         )
     file = directory / optimizer_file(0, saved)
     data_parallel_size = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["data_parallel_size"]
@@ -109,7 +109,9 @@ def save_device_rng(directory: Path, process_index: int, device: torch.device) -
     """Write the state of the NeuronCore's generator, which transformers leaves out of its checkpoints."""
     if device.type == "neuron":
         directory.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.neuron.get_rng_state(device), directory / f"rng_state_neuron_{process_index}.pth")
+        torch.save(
+            torch.get_device_module(device).get_rng_state(device), directory / f"rng_state_neuron_{process_index}.pth"
+        )
 
 
 def load_device_rng(directory: Path, process_index: int, device: torch.device) -> None:
@@ -118,6 +120,6 @@ def load_device_rng(directory: Path, process_index: int, device: torch.device) -
         return
     file = directory / f"rng_state_neuron_{process_index}.pth"
     if file.exists():
-        torch.neuron.set_rng_state(torch.load(file, map_location="cpu", weights_only=True), device)
+        torch.get_device_module(device).set_rng_state(torch.load(file, map_location="cpu", weights_only=True), device)
     else:
         logger.warning(f"{file} is missing: dropout draws other masks than it would have without the interruption.")
