@@ -1,0 +1,36 @@
+"""Lets all ranks leave a step in the same way: where one fails, all fail, instead of waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+
+
+@contextmanager
+def agreed(step: str) -> Iterator[None]:
+    """Run a block that holds no collective, and find out on every rank of the world whether all came through it.
+
+    A collective at the end of the block, over all ranks.  A rank whose block raised raises that; the others raise
+    `CheckpointError` with the ranks that failed and what the first of them said.  Alone, it is nothing.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if dist.is_initialized():
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answers: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, said)
+        failed = [rank for rank, answer in enumerate(answers) if answer is not None]
+        if failure is None and failed:
+            ranks = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))}"
+            raise CheckpointError(
+                f"{step} failed on {ranks}, so this rank stops too. Rank {failed[0]} said: {answers[failed[0]]}"
+            )
+    if failure is not None:
+        raise failure

@@ -1,0 +1,242 @@
+"""The one place that touches the inside of transformers' loader and saver: steers them, and asks them for names.
+
+transformers 5.24 resolves names, revisions, caches, configs, dtypes, renamed keys, tied weights, generation configs and
+reports; none of that is repeated here.  A subclass of the model class, which exists for one call only, overrides four
+methods of the loader; the instance it makes is given the stock class back before the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModel, PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import _add_variant, load_state_dict, remove_tied_weights_from_state_dict
+
+from ..errors import CheckpointError, UnsupportedModelError
+from .deferred_init import EmptyOnMeta
+from .load import ShardedLoad, drop_tied_duplicates, mismatched_shapes, named_tensors
+from .slices import open_slices
+
+# What transformers would place or convert by itself, in ways that a sharded model does not take.
+REFUSED = {
+    "device_map": "the parallel layout says what each NeuronCore holds",
+    "distributed_config": "ParallelConfig takes its place",
+    "tp_plan": "ParallelConfig takes its place",
+    "tp_size": "ParallelConfig(tensor_parallel_size=...) takes its place",
+    "device_mesh": "ParallelConfig takes its place",
+    "state_dict": "weights are read from files, slice by slice",
+    "quantization_config": "quantised weights cannot be trained in parallel",
+    "gguf_file": "convert it once with examples/convert_gguf.py and load the result",
+}
+
+
+def from_pretrained(auto_class: type[AutoModel], load: ShardedLoad, name: Any, **kwargs: Any) -> Any:
+    """`auto_class.from_pretrained(name, ...)`, carried out by `load`; returns what that returns.
+
+    Pickled weights are read only if the caller passes `use_safetensors=False`.
+    """
+    for argument, reason in REFUSED.items():
+        if kwargs.get(argument) is not None:
+            raise CheckpointError(f"from_pretrained does not take {argument}={kwargs[argument]!r} here: {reason}.")
+    if kwargs.get("use_safetensors") is None:
+        kwargs["use_safetensors"] = True
+    try:
+        result = _steered_auto_class(auto_class, load).from_pretrained(name, **kwargs)
+    except SafetensorError as error:  # before the files were opened by us: their dtype is looked up first
+        raise CheckpointError(f"A weight file of {name} is cut short or damaged ({error}). Get it again.") from error
+    model = result[0] if isinstance(result, tuple) else result
+    if load.shards and model.__dict__.get("_hf_peft_config_loaded"):
+        raise UnsupportedModelError(f"{name} is an adapter. Load its base model; adapters cannot be sharded yet.")
+    if load.model is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is remote code, which is loaded by code of its own. Load it with transformers."
+        )
+    return result
+
+
+def from_config(auto_class: type[AutoModel], load: ShardedLoad, config: Any, **kwargs: Any) -> PreTrainedModel:
+    """`auto_class.from_config(config, ...)`, initialised in one stream at every layout and cut by `load`."""
+    model = _steered_auto_class(auto_class, load).from_config(config, **kwargs)
+    if load.model is not model:
+        raise UnsupportedModelError(f"{type(model).__name__} is remote code. Build it with transformers.")
+    return cast(PreTrainedModel, model)
+
+
+class _SteeredMapping:
+    """The config-to-model mapping of an auto class, giving steered model classes."""
+
+    def __init__(self, stock: Any, load: ShardedLoad) -> None:
+        self.stock = stock
+        self.load = load
+
+    def __contains__(self, config_class: type) -> bool:
+        return config_class in self.stock
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stock)
+
+    def __getitem__(self, config_class: type) -> Any:
+        found = self.stock[config_class]
+        if isinstance(found, list | tuple):
+            return [_steered_model_class(model_class, self.load) for model_class in found]
+        return _steered_model_class(found, self.load)
+
+
+def _steered_auto_class(auto_class: Any, load: ShardedLoad) -> Any:
+    # The same name, by which a config's auto_map is looked up.
+    return type(
+        auto_class.__name__, (auto_class,), {"_model_mapping": _SteeredMapping(auto_class._model_mapping, load)}
+    )
+
+
+def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
+    """A subclass of a stock model class whose loader methods are those of `load`."""
+
+    def from_pretrained(cls: Any, /, *args: Any, config: Any, **kwargs: Any) -> Any:
+        load.validate(config)
+        return stock.from_pretrained.__func__(cls, *args, config=config, **kwargs)
+
+    def from_config(cls: Any, /, config: Any, **kwargs: Any) -> Any:
+        load.validate(config)
+        with load.shared_generator(), load.init, EmptyOnMeta():
+            model = stock._from_config(config, **kwargs)
+        load.remember(model)
+        load.patch(model)
+        load.fill(model, list(named_tensors(model)))
+        load.model = model
+        return model
+
+    def load_pretrained_model(
+        model: Any, state_dict: None, checkpoint_files: list[str], load_config: Any, expected_keys: Any = None
+    ) -> Any:
+        if load_config.hf_quantizer is not None:
+            raise UnsupportedModelError(
+                f"{load_config.pretrained_model_name_or_path} is quantised, which cannot be trained."
+            )
+        sources = _open(checkpoint_files, load_config)
+        by_target = _by_target(model, sources, load_config.weight_mapping or [])
+        present = {target: sources[key] for target, key in by_target.items()}
+        drop_tied_duplicates(model, present)
+        mismatched = mismatched_shapes(model, present, load_config.ignore_mismatched_sizes)
+        for target, _, _ in mismatched:
+            del present[target]
+        for target, key in by_target.items():
+            if target not in present:
+                del sources[key]
+        load.draw_missing(model, set(present))
+        load.patch(model)
+        for target in present:
+            # With exceptions to the dtype, transformers casts after the slice has been read.
+            dtype = None if load_config.dtype_plan else model.get_parameter_or_buffer(target).dtype
+            sources[by_target[target]] = load.local_slice(model, target, present[target], dtype)
+        info, offload_index = stock._load_pretrained_model(
+            model, sources, None, replace(load_config, device_map={"": load.device}), expected_keys
+        )
+        info.mismatched_keys |= mismatched
+        info.missing_keys -= {target for target, _, _ in mismatched}
+        return info, offload_index
+
+    def move_missing_keys(model: Any, missing_keys: set[str], *_: Any) -> None:
+        names = missing_keys - model.all_tied_weights_keys.keys()
+        load.fill(model, [*names, *(name for name, _ in model.named_non_persistent_buffers())])
+
+    def finalize_model_loading(model: Any, load_config: Any, info: Any) -> Any:
+        info = stock._finalize_model_loading(model, load_config, info)
+        model.__class__ = stock
+        load.model = model
+        return info
+
+    namespace = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "from_pretrained": classmethod(from_pretrained),
+        "_from_config": classmethod(from_config),
+        "_load_pretrained_model": staticmethod(load_pretrained_model),
+        "_move_missing_keys_from_meta_to_device": move_missing_keys,
+        "_initialize_missing_keys": lambda model, is_quantized: None,  # they have been drawn
+        "_finalize_model_loading": staticmethod(finalize_model_loading),
+    }
+    return type(stock.__name__, (stock,), namespace)
+
+
+def _open(checkpoint_files: list[str], load_config: Any) -> dict[str, Any]:
+    """Name to lazy source, over all files: safetensors, or pickles if the caller asked for them."""
+    if checkpoint_files[0].endswith(".safetensors"):
+        return open_slices(checkpoint_files)
+    sources: dict[str, Any] = {}
+    for file in checkpoint_files:
+        sources.update(load_state_dict(file, weights_only=load_config.weights_only))
+    return sources
+
+
+def _by_target(model: Any, sources: dict[str, Any], weight_mapping: list[Any]) -> dict[str, str]:
+    """The name in the model of each tensor of the checkpoint that has one, to its name there.
+
+    Raises `UnsupportedModelError` if the checkpoint's tensors must be computed with, not only renamed.
+    """
+    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    names: dict[str, torch.Tensor] = model.state_dict()
+    by_target: dict[str, str] = {}
+    for key in sources:
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        if target not in names and key in names:
+            target, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
+        if pattern is not None:
+            raise UnsupportedModelError(
+                f"{key} must be merged or split to become a weight of {type(model).__name__}, which sharded loading "
+                f"does not do. Load the checkpoint with transformers and save it with save_original_format=False."
+            )
+        if target in names:
+            by_target[target] = key
+    return by_target
+
+
+def with_variant(file_name: str, variant: str | None) -> str:
+    """The name of a weight file or index of a variant, such as "fp16"."""
+    name: str = _add_variant(file_name, variant)
+    return name
+
+
+def without_tied_duplicates(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict as far as it goes into files: tied weights once, under the name that the class wants to find."""
+    for name in model._keys_to_ignore_on_save or ():
+        tensors.pop(name, None)
+    kept: dict[str, torch.Tensor] = remove_tied_weights_from_state_dict(tensors, model)
+    return kept
+
+
+def names_in_files(model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Name in the files to name in the model, undoing the renames of the load; `whole` are meta tensors by model name.
+
+    Raises `UnsupportedModelError` if tensors must be computed with, not only renamed.
+    """
+    names = {id(tensor): name for name, tensor in whole.items()}
+    reverted = revert_weight_conversion(model, whole)
+    computed = [name for name, tensor in reverted.items() if id(tensor) not in names]
+    if computed:
+        raise UnsupportedModelError(
+            f"{computed[0]} and {len(computed) - 1} others are merged or split in this model's stock files, which "
+            f"saving a sharded model does not do. Pass save_original_format=False: transformers reads those files, too."
+        )
+    return {name: names[id(tensor)] for name, tensor in reverted.items()}
+
+
+def write_configs(model: PreTrainedModel, directory: str) -> None:
+    """Write config.json and, for models that generate, generation_config.json, as `save_pretrained` does."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)

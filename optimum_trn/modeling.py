@@ -1,0 +1,76 @@
+"""Auto classes that load stock models onto NeuronCores, each rank its own shards."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .checkpoint import stock
+from .checkpoint.agreement import agreed
+from .checkpoint.load import ShardedLoad
+from .checkpoint.save import save_pretrained
+from .device import device_type
+from .parallel import ParallelConfig
+
+
+class NeuronModelForCausalLM:
+    """Loads or builds causal language models: instances of the stock class, sharded, on the local device."""
+
+    auto_class: Any = AutoModelForCausalLM
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        parallel_config: ParallelConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What `AutoModelForCausalLM.from_pretrained` returns for the same arguments, sharded, on the local NeuronCore.
+
+        All ranks must call it.  Each reads only its own slices of the safetensors files; weights that they lack are
+        initialised as the stock class would, the same at every layout.  Without `parallel_config`, or in one process,
+        it is the stock model.  The model's `save_pretrained` writes stock files and must be called on all ranks, too.
+
+        Raises, on every rank and before any weight is read: `MeshError` (degrees and world size), `PlanError` (sizes
+        that do not divide), `UnsupportedModelError` (no plan for the model type); and `CheckpointError` or `OSError`
+        (files missing or damaged, weights that do not fit).
+        """
+        load = cls._load(parallel_config)
+        with agreed(f"Loading {pretrained_model_name_or_path}"):
+            result = stock.from_pretrained(cls.auto_class, load, pretrained_model_name_or_path, **kwargs)
+        return cls._finished(load, result)
+
+    @classmethod
+    def from_config(cls, config: Any, parallel_config: ParallelConfig | None = None, **kwargs: Any) -> Any:
+        """What `AutoModelForCausalLM.from_config` returns for the same arguments, sharded, on the local NeuronCore.
+
+        All ranks must call it.  The weights are those that one process would draw from the state of rank 0's CPU
+        generator, at every layout, and no rank ever holds more than one of them whole.  Raises as `from_pretrained`.
+        """
+        load = cls._load(parallel_config)
+        with agreed(f"Building a model of type {config.model_type}"):
+            result = stock.from_config(cls.auto_class, load, config, **kwargs)
+        return cls._finished(load, result)
+
+    @staticmethod
+    def _load(parallel_config: ParallelConfig | None) -> ShardedLoad:
+        parallel_config = parallel_config or ParallelConfig()
+        mesh = parallel_config.build_mesh() if parallel_config.tensor_parallel_size > 1 else None
+        return ShardedLoad(parallel_config, mesh, local_device())
+
+    @staticmethod
+    def _finished(load: ShardedLoad, result: Any) -> Any:
+        model = load.model
+        assert isinstance(model, PreTrainedModel)
+        if load.shards:
+            model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]
+        return result
+
+
+def local_device() -> torch.device:
+    """The NeuronCore of this process, or the CPU where that is the device."""
+    kind = device_type()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.neuron.current_device())  # type: ignore[attr-defined]
