@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optimum_trn.parallel.sharding import Placement
+
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -61,13 +63,13 @@ class _Gather(torch.autograd.Function):
 
 def copy_to_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A replicated tensor enters a sharded region: identity forward, all-reduce of the partial gradients backward."""
-    result: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Copy.apply(tensor, group)
     return result
 
 
 def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Partial sums leave a sharded region: all-reduce forward, identity backward."""
-    result: Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Reduce.apply(tensor, group)
     return result
 
 
@@ -76,5 +78,17 @@ def gather_from_group(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Ten
 
     The gradient is right when all ranks go on to compute the same thing, so that each holds the whole gradient.
     """
-    result: Tensor = _Gather.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+    result: Tensor = _Gather.apply(tensor, group, dim)
     return result
+
+
+def unshard_from_group(local: Tensor, placement: Placement, group: dist.ProcessGroup | None) -> Tensor:
+    """The global tensor on every rank of `group`, from this rank's, which lies as `placement` says; no gradient."""
+    if placement.dim is None:
+        return local.detach()
+    if local.is_meta:
+        return local.new_empty(placement.global_shape)
+    local = local.detach().contiguous()
+    shards = [torch.empty_like(local) for _ in range(placement.num_ranks)]
+    dist.all_gather(shards, local, group=group)
+    return placement.unshard(shards)

@@ -21,6 +21,7 @@ class VocabParallelEmbedding(nn.Embedding):
     group: RankGroup
     vocab_size: int
     vocab_start: int
+    stock_padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         # An assertion without a synchronisation on the host, and one that all ranks fail together.
@@ -41,7 +42,7 @@ class VocabParallelEmbedding(nn.Embedding):
 class ParallelLMHead(ColumnParallelLinear):
     """The output head: each rank computes the logits of its own vocabulary range.
 
-    They are gathered to (..., vocab_size), unless `gathers_output` is off while a vocabulary-parallel loss consumes them.
+    They are gathered to (..., vocab_size), unless `gathers_output` is off while a vocabulary-parallel loss takes them.
     """
 
     gathers_output: bool

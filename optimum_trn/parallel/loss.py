@@ -49,7 +49,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, index, elsewhere, ignored = ctx.saved_tensors
         scale = grads[0].masked_fill(ignored, 0).unsqueeze(-1)
-        grad = softmax * scale
+        # In place, since this is the largest buffer of the step: a second backward through it, which only
+        # retain_graph=True allows, raises autograd's error about a modified tensor.
+        grad = softmax.mul_(scale)
         grad.scatter_add_(-1, index.unsqueeze(-1), -scale.masked_fill(elsewhere.unsqueeze(-1), 0))
         return grad.to(ctx.logits_dtype), None, None, None
 
@@ -61,7 +63,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: RankGrou
     holds global token ids.  One collective for the maximum, one for the sum of exponentials and the target's logit
     (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, ignore_index, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, ignore_index, group)
     return loss
 
 

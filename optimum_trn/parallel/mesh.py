@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
 from optimum_trn.errors import MeshError
 
@@ -79,6 +80,6 @@ class RankGroup:
         return f"rank {self.rank} of {self.size}"
 
 
-def _group_by_name(name: str) -> RankGroup:
+def _group_by_name(name: GroupName) -> RankGroup:
     """The group of that name in this process, which must have built the same mesh before it unpickles a model."""
-    return RankGroup(dist.distributed_c10d._resolve_process_group(name))
+    return RankGroup(_resolve_process_group(name))

@@ -34,9 +34,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.ranges) != (0 if self.dim is None else self.num_ranks):
-            raise PlanError(
-                f"a placement on {self.num_ranks} ranks along dim {self.dim} has {len(self.ranges)} ranges."
-            )
+            raise PlanError(f"{len(self.ranges)} ranges were given for {self.num_ranks} ranks along dim {self.dim}.")
         lengths = {sum(piece.length for piece in pieces) for pieces in self.ranges}
         if len(lengths) > 1:
             raise PlanError(f"the local shapes must be equal on all ranks, not of lengths {sorted(lengths)}.")

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from optimum_trn.parallel.collectives import gather_from_group
 from optimum_trn.parallel.embedding import ParallelLMHead
@@ -22,7 +22,7 @@ class PatchedForward:
     the attention weights, if asked for.
     """
 
-    def __init__(self, model: nn.Module, head: ParallelLMHead | None, group: RankGroup) -> None:
+    def __init__(self, model: PreTrainedModel, head: ParallelLMHead | None, group: RankGroup) -> None:
         self.model = model
         self.head = head
         self.group = group

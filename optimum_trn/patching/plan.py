@@ -18,8 +18,8 @@ from optimum_trn.patching.styles import VocabParallel, VocabParallelHead
 class ModelPlan:
     """How models of `model_type` (that of their config) are sharded.
 
-    `layers` and `embedding` are paths within the base model, so that one plan serves it under every head; `lm_head` is a
-    path within the whole model and concerns only the classes that have output embeddings.
+    `layers` and `embedding` are paths within the base model, so that one plan serves it under every head; `lm_head` is
+    a path within the whole model and concerns only the classes that have output embeddings.
     """
 
     model_type: str
@@ -77,6 +77,6 @@ def _submodule(model: nn.Module, path: str, model_type: str) -> nn.Module:
         return model.get_submodule(path)
     except AttributeError:
         raise PlanError(
-            f"The plan of {model_type} names {path!r}, which {type(model).__name__} does not have. Correct the plan's paths; "
-            "`print(model)` shows what there is."
+            f"The plan of {model_type} names {path!r}, which {type(model).__name__} does not have. "
+            "Correct the paths of the plan; `print(model)` shows what there is."
         ) from None

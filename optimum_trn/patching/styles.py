@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
-import torch
 from torch import nn
 
 from optimum_trn.errors import PlanError
@@ -37,6 +36,15 @@ def _expect(module: nn.Module, stock: type[nn.Module], style: Style) -> None:
         raise PlanError(f"{type(style).__name__} is for {stock.__name__}, not for {type(module).__name__}.")
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def _become(module: nn.Module, cls: type[M]) -> M:
+    """The same instance, with its hooks and parameters, of another class."""
+    module.__class__ = cls
+    return cast(M, module)
+
+
 def _linear_placements(module: nn.Module, num_ranks: int, dim: int) -> dict[str, Placement]:
     assert isinstance(module, nn.Linear)
     placements = {"weight": Placement.split(module.weight.shape, num_ranks, dim)}
@@ -57,16 +65,14 @@ class ColumnWise:
         return _linear_placements(module, num_ranks, dim=0)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module.__class__ = ColumnParallelLinear
-        assert isinstance(module, ColumnParallelLinear)
+        module = _become(module, ColumnParallelLinear)
         module.group, module.copies_input = group, self.copies_input
         module.out_features = module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
         assert isinstance(module, ColumnParallelLinear)
         del module.group, module.copies_input
-        module.__class__ = nn.Linear
-        module.out_features = module.weight.shape[0]
+        _become(module, nn.Linear).out_features = module.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,14 @@ class RowWise:
         return _linear_placements(module, num_ranks, dim=1)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module.__class__ = RowParallelLinear
-        assert isinstance(module, RowParallelLinear)
+        module = _become(module, RowParallelLinear)
         module.group = group
         module.in_features = module.weight.shape[1]
 
     def revert(self, module: nn.Module) -> None:
         assert isinstance(module, RowParallelLinear)
         del module.group
-        module.__class__ = nn.Linear
-        module.in_features = module.weight.shape[1]
+        _become(module, nn.Linear).in_features = module.weight.shape[1]
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,7 @@ class VocabParallel:
         return {"weight": Placement.split(module.weight.shape, num_ranks, 0)}
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module.__class__ = VocabParallelEmbedding
-        assert isinstance(module, VocabParallelEmbedding)
+        module = _become(module, VocabParallelEmbedding)
         module.group, module.vocab_size, module.stock_padding_idx = group, module.num_embeddings, module.padding_idx
         module.num_embeddings = module.weight.shape[0]
         module.vocab_start = group.rank * module.num_embeddings
@@ -115,7 +118,7 @@ class VocabParallel:
         assert isinstance(module, VocabParallelEmbedding)
         module.num_embeddings, module.padding_idx = module.vocab_size, module.stock_padding_idx
         del module.group, module.vocab_size, module.vocab_start, module.stock_padding_idx
-        module.__class__ = nn.Embedding
+        _become(module, nn.Embedding)
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,14 @@ class VocabParallelHead:
         return _linear_placements(module, num_ranks, dim=0)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module.__class__ = ParallelLMHead
-        assert isinstance(module, ParallelLMHead)
+        module = _become(module, ParallelLMHead)
         module.group, module.copies_input, module.gathers_output = group, True, True
         module.out_features = module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
         assert isinstance(module, ParallelLMHead)
         del module.group, module.copies_input, module.gathers_output
-        module.__class__ = nn.Linear
-        module.out_features = module.weight.shape[0]
+        _become(module, nn.Linear).out_features = module.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,3 @@ class SharedInput:
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, CopiedInput):
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-
-
-def cut_parameters(module: nn.Module, placements: dict[str, Placement], rank: int) -> None:
-    """Replaces the data of the module's parameters by this rank's shards, keeping the identity of the parameters."""
-    for name, placement in placements.items():
-        parameter = module.get_parameter(name)
-        if placement.dim is not None:
-            with torch.no_grad():
-                grad, parameter.grad = parameter.grad, None
-                parameter.data = placement.shard(parameter.data, rank)
-                parameter.grad = None if grad is None else placement.shard(grad, rank)

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from optimum_trn.parallel import ParallelConfig, clip_grad_norm_
+from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.patching import patch_model, state_of
-from optimum_trn.patching.apply import gather_full
-from tests.models.tiny import KeepFloat64, batch, tiny_model
+from tests.models.tiny import KeepFloat64, batch
 
 Batch = dict[str, torch.Tensor]
 
@@ -113,7 +113,7 @@ def deviation(
             assert step > 0 or expected_norm > max_norm, "clipping is not active"
             for name, expected in reference.named_parameters():
                 parameter = model.get_parameter(name)
-                grad = gather_full(parameter.grad, state.placements[name], state.tp_group)
+                grad = unshard_from_group(parameter.grad, state.placements[name], state.tp_group)
                 error = relative(grad, expected.grad)
                 result.gradients_by_name[name] = max(error, result.gradients_by_name.get(name, 0.0))
             result.gradients = max(result.gradients_by_name.values())
@@ -125,7 +125,7 @@ def deviation(
     for name, expected in reference.named_parameters():
         parameter = model.get_parameter(name)
         assert_replicas_are_bit_equal(name, parameter, state)
-        weight = gather_full(parameter.detach(), state.placements[name], state.tp_group).cpu()
+        weight = unshard_from_group(parameter.detach(), state.placements[name], state.tp_group).cpu()
         result.weights = max(result.weights, relative(weight, expected))
         close += ((weight - expected).abs() <= 1e-5 * expected.abs().max()).sum().item()
         entries += expected.numel()

@@ -1,0 +1,92 @@
+"""What a patched model knows of its layout, and the report for its user."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from optimum_trn.parallel.mesh import DATA_AXIS, TENSOR_AXIS, ParallelConfig
+from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.blocks import Action
+from optimum_trn.patching.plan import ModelPlan
+
+STATE_ATTRIBUTE = "_optimum_trn_patch"
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What patching did: the style of every swapped module, and the modules whose parameters every rank holds whole."""
+
+    model_type: str
+    tensor_parallel_size: int
+    swapped: dict[str, str]
+    replicated: tuple[str, ...]
+    total_parameters: int
+    local_parameters: int
+    local_logits: bool
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model_type}, tensor parallel {self.tensor_parallel_size}: "
+            f"{self.local_parameters:,} of {self.total_parameters:,} parameters on each rank"
+        ]
+        kinds = {_pattern(path): style for path, style in self.swapped.items()}
+        lines += [f"  {path}: {style}" for path, style in kinds.items()]
+        if self.replicated:
+            lines.append(f"  replicated: {', '.join(dict.fromkeys(map(_pattern, self.replicated)))}")
+        if self.local_logits:
+            lines.append("  outputs.logits is None in training with labels: only the loss sees the sharded logits")
+        return "\n".join(lines)
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """The layout of one patched instance; `placements` says where every parameter lies, by fully qualified name.
+
+    A parameter that is tied appears under each of its names.  Deep copies of the model share the state.
+    """
+
+    config: ParallelConfig
+    mesh: DeviceMesh | None
+    plan: ModelPlan | None
+    actions: tuple[Action, ...]
+    placements: dict[str, Placement]
+    report: PatchReport
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
+        return self
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of the model; None in a single process."""
+        return None if self.mesh is None else self.mesh.get_group(TENSOR_AXIS)
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards and see other data; None in a single process."""
+        return None if self.mesh is None else self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that share a copy of the model."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(TENSOR_AXIS)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which copy of the model this rank belongs to."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(DATA_AXIS)
+
+
+def state_of(model: nn.Module) -> PatchState | None:
+    """The state that `patch_model` left on the instance, or None if the model is not patched."""
+    state: PatchState | None = getattr(model, STATE_ATTRIBUTE, None)
+    return state
