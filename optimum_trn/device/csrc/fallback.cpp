@@ -1,0 +1,209 @@
+// Every operator runs its CPU kernel over aliases of its arguments, and its outputs become device tensors without a copy.
+#include "fallback.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/AutogradState.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "alias.h"
+#include "allocator.h"
+#include "bindings.h"
+#include "device.h"
+#include "generator.h"
+
+namespace neuron {
+
+namespace {
+
+// What an operator's schema says, read once.
+struct Plan {
+  enum class Kind : uint8_t { kPlain, kTensor, kTensors, kOptionalTensors, kDevice, kGenerator };
+  struct Argument {
+    Kind kind = Kind::kPlain;
+    bool written = false;
+  };
+  explicit Plan(const c10::FunctionSchema& schema) : returns(schema.returns().size()) {
+    for (const auto& argument : schema.arguments()) arguments.push_back({kind_of(*argument.type()), argument.alias_info() && argument.alias_info()->isWrite()});
+  }
+
+  static Kind kind_of(const c10::Type& type) {
+    if (auto optional = type.cast<c10::OptionalType>()) return kind_of(*optional->getElementType());
+    switch (type.kind()) {
+      case c10::TypeKind::TensorType:
+        return Kind::kTensor;
+      case c10::TypeKind::DeviceObjType:
+        return Kind::kDevice;
+      case c10::TypeKind::GeneratorType:
+        return Kind::kGenerator;
+      case c10::TypeKind::ListType: {
+        const auto& element = *type.castRaw<c10::ListType>()->getElementType();
+        if (element.kind() == c10::TypeKind::TensorType) return Kind::kTensors;
+        if (element.kind() == c10::TypeKind::OptionalType && kind_of(element) == Kind::kTensor) return Kind::kOptionalTensors;
+        return Kind::kPlain;
+      }
+      default:
+        return Kind::kPlain;
+    }
+  }
+
+  std::vector<Argument> arguments;
+  size_t returns;
+};
+
+// The device tensors of one call beside their aliases.
+struct Aliases {
+  struct Pair {
+    at::Tensor device, cpu;
+    bool written;
+  };
+  c10::SmallVector<Pair, 6> pairs;
+  int device = -1;
+
+  at::Tensor add(const at::Tensor& tensor, bool written) {
+    if (!tensor.defined() || tensor.device().type() != kNeuron) return tensor;
+    if (device < 0) device = tensor.device().index();
+    pairs.push_back({tensor, to_cpu(tensor), written});
+    return pairs.back().cpu;
+  }
+
+  at::Tensor back(const at::Tensor& result) const {
+    if (!result.defined() || result.device().type() != c10::kCPU) return result;
+    for (const Pair& pair : pairs) {
+      if (pair.cpu.is_same(result)) return pair.device;
+    }
+    if (result.has_storage()) {
+      for (const Pair& pair : pairs) {
+        if (pair.cpu.storage().is_alias_of(result.storage())) return view_of(pair.device, result);
+      }
+    }
+    return from_cpu(result, device);
+  }
+};
+
+// The autograd engine would run backward on a thread of its own per device, which aborts the process when the script ends right
+// after backward(). Each thread that computes on the device keeps its backward passes to itself.
+void keep_backward_on_this_thread() {
+  thread_local const bool done = [] {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+    return true;
+  }();
+  (void)done;
+}
+
+void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  require_not_forked();
+  keep_backward_on_this_thread();
+  Aliases aliases;
+  c10::IValue* arguments = stack->data() + (stack->size() - plan.arguments.size());
+  c10::IValue* generator = nullptr;
+  for (size_t i = 0; i < plan.arguments.size(); ++i) {
+    c10::IValue& value = arguments[i];
+    const bool written = plan.arguments[i].written;
+    switch (plan.arguments[i].kind) {
+      case Plan::Kind::kPlain:
+        break;
+      case Plan::Kind::kTensor:
+        if (value.isTensor()) value = aliases.add(value.toTensor(), written);
+        break;
+      case Plan::Kind::kTensors:
+        if (value.isTensorList()) {
+          c10::List<at::Tensor> list;
+          list.reserve(value.toTensorList().size());
+          for (const at::Tensor& tensor : value.toTensorList()) list.push_back(aliases.add(tensor, written));
+          value = std::move(list);
+        }
+        break;
+      case Plan::Kind::kOptionalTensors:
+        if (value.isOptionalTensorList()) {
+          c10::List<std::optional<at::Tensor>> list;
+          for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+            list.push_back(tensor ? std::optional<at::Tensor>(aliases.add(*tensor, written)) : std::nullopt);
+          }
+          value = std::move(list);
+        }
+        break;
+      case Plan::Kind::kDevice:
+        if (value.isDevice() && value.toDevice().type() == kNeuron) {
+          if (aliases.device < 0) aliases.device = resolve(value.toDevice());
+          value = c10::Device(c10::kCPU);
+        }
+        break;
+      case Plan::Kind::kGenerator:
+        generator = &value;
+        break;
+    }
+  }
+  if (aliases.device < 0) aliases.device = current_device();
+  if (generator) *generator = draw(generator->isNone() ? default_generator(aliases.device) : generator->toGenerator());
+  try {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    AllocateOnCore on_core(aliases.device);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    c10::IValue* results = stack->data() + (stack->size() - plan.returns);
+    for (const Aliases::Pair& pair : aliases.pairs) {
+      if (pair.written) follow(pair.device, pair.cpu);
+    }
+    for (size_t i = 0; i < plan.returns; ++i) {
+      c10::IValue& value = results[i];
+      if (value.isTensor()) {
+        value = aliases.back(value.toTensor());
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor& tensor : value.toTensorList()) list.push_back(aliases.back(tensor));
+        value = std::move(list);
+      }
+    }
+  } catch (const ArenaFull& full) {
+    raise_out_of_memory(full.shortage);
+  }
+}
+
+// One operator's kernel: the plan is made on its first call.
+struct AliasKernel final : c10::OperatorKernel {
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    std::call_once(once_, [&] { plan_ = std::make_unique<Plan>(op.schema()); });
+    run(*plan_, op, stack);
+  }
+
+ private:
+  std::once_flag once_;
+  std::unique_ptr<Plan> plan_;
+};
+
+}  // namespace
+
+// For operators that were not known when the module was loaded (other libraries'): plans are found by schema.
+void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static std::mutex mutex;
+  static auto* plans = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Plan>>;
+  const Plan* plan = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& slot = (*plans)[&op.schema()];
+    if (!slot) slot = std::make_unique<Plan>(op.schema());
+    plan = slot.get();
+  }
+  run(*plan, op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_aliases>()); }
+
+// A backend fallback is the last resort of the dispatcher: an operator that also has a composite kernel would decompose, although
+// the CPU has a kernel for it. So every CPU kernel of ATen is registered by name.
+void register_kernels() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
+    if (name.getNamespace() != "aten") continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    const std::string short_name = c10::toString(name).substr(std::strlen("aten::"));
+    library.impl(short_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<AliasKernel>()));
+  }
+}
+
+}  // namespace neuron

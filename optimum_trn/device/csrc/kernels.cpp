@@ -1,0 +1,176 @@
+// Kernels that are the device's own: making tensors, views, copies between host and device, and storages.
+#include <ATen/EmptyTensor.h>
+#include <ATen/InferSize.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/bernoulli.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/library.h>
+
+#include "alias.h"
+#include "allocator.h"
+#include "device.h"
+
+namespace neuron {
+
+namespace {
+using at::Tensor;
+const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+// The core that a factory's device argument names is selected while its allocator runs.
+class OnDevice {
+ public:
+  explicit OnDevice(std::optional<c10::Device> device) : previous_(current_device()) {
+    if (device) set_current_device(resolve(*device));
+  }
+  explicit OnDevice(const Tensor& tensor) : OnDevice(std::optional<c10::Device>(tensor.device())) {}
+  ~OnDevice() { set_current_device(previous_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int previous_;
+};
+
+c10::ScalarType supported(std::optional<c10::ScalarType> type) {
+  const auto chosen = c10::dtype_or_default(type);
+  require_supported(chosen);
+  return chosen;
+}
+
+Tensor empty(
+    c10::SymIntArrayRef size,
+    std::optional<c10::ScalarType> type,
+    std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device,
+    std::optional<bool> pin_memory,
+    std::optional<c10::MemoryFormat> format) {
+  TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == c10::kStrided, "neuron tensors are dense; layout ", *layout, " is not supported.");
+  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
+  OnDevice on(device);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), device_allocator(), kKeys, supported(type), format);
+}
+
+Tensor empty_strided(
+    c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride,
+    std::optional<c10::ScalarType> type,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device> device,
+    std::optional<bool> pin_memory) {
+  TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
+  OnDevice on(device);
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(), kKeys, supported(type));
+}
+
+Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
+  at::native::setStrided(result, size, stride, offset.value_or(self.storage_offset()));
+  return result;
+}
+
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  const auto inferred = at::infer_size_dv(C10_AS_INTARRAYREF_SLOW(size), self.numel());
+  const auto stride = at::detail::computeStride(self.sizes(), self.strides(), inferred);
+  TORCH_CHECK(
+      stride.has_value(),
+      "view size is not compatible with input tensor's size and stride (at least one dimension spans across two contiguous subspaces). "
+      "Use .reshape(...) instead.");
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
+  result.unsafeGetTensorImpl()->set_storage_offset(self.storage_offset());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(inferred, *stride);
+  return result;
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
+  require_not_forked();
+  AllocateOnCore on_core(destination.device().type() == kNeuron ? destination.device().index() : -1);
+  to_cpu(destination).copy_(to_cpu(self), non_blocking);
+  return destination;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
+  destination.resize_(self.sizes());
+  return copy_from(self, destination, false);
+}
+
+c10::Scalar local_scalar_dense(const Tensor& self) {
+  require_not_forked();
+  return at::_local_scalar_dense(to_cpu(self));
+}
+
+const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  OnDevice on(self);
+  Tensor cpu = to_cpu(self);
+  {
+    AllocateOnCore on_core(self.device().index());
+    try {
+      cpu.resize_(C10_AS_INTARRAYREF_SLOW(size), format);
+    } catch (const ArenaFull& full) {
+      raise_out_of_memory(full.shortage);
+    }
+  }
+  follow(self, cpu);
+  return self;
+}
+
+Tensor& set_source_storage_offset(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  at::native::checkSetStorage(self, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), false);
+  at::native::setStrided(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
+  return self;
+}
+
+Tensor& set_source_storage(Tensor& self, at::Storage source) {
+  const int64_t elements = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  const c10::SymInt size[] = {elements}, stride[] = {1};
+  return set_source_storage_offset(self, std::move(source), 0, size, stride);
+}
+
+Tensor& set_source_tensor(Tensor& self, const Tensor& source) {
+  if (self.unsafeGetTensorImpl() == source.unsafeGetTensorImpl()) return self;
+  return set_source_storage_offset(self, source.storage(), source.sym_storage_offset(), source.sym_sizes(), source.sym_strides());
+}
+
+Tensor& set_(Tensor& self) {
+  OnDevice on(self);
+  at::Storage storage(at::Storage::use_byte_size_t(), 0, device_allocator(), /*resizable=*/true);
+  const c10::SymInt size[] = {0}, stride[] = {1};
+  return set_source_storage_offset(self, std::move(storage), 0, size, stride);
+}
+
+// Dropout as one operator, which the CPU would do with its own generator: the mask is drawn on the core.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (input.numel() == 0) return {input.clone(), at::empty_like(input, input.options().dtype(at::kBool))};
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  const double keep = 1 - p;
+  Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(keep);
+  Tensor output = input.mul(mask).mul_(keep == 0 ? 0. : 1. / keep);
+  return {std::move(output), std::move(mask)};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("as_strided", as_strided);
+  library.impl("view", view);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", local_scalar_dense);
+  library.impl("resize_", resize_);
+  library.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
+  library.impl("set_.source_Storage", set_source_storage);
+  library.impl("set_.source_Tensor", set_source_tensor);
+  library.impl("set_", set_);
+  library.impl("native_dropout", native_dropout);
+}
+
+// Copies carry the conjugate and negative bits of their arguments over to the aliases, so nothing has to be materialised first.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+}  // namespace
+
+}  // namespace neuron
