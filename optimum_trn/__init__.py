@@ -1,0 +1,51 @@
+"""Hugging Face training for AWS Trainium that runs on any machine.
+
+Importing the package installs the simulated NeuronCores as PyTorch's device `neuron`, unless OPTIMUM_TRN_DEVICE=cpu or the
+real Neuron device is there; transformers is imported when one of the names below is used first.
+"""
+
+import importlib
+import os
+from typing import Any
+
+from optimum_trn.device import device_type
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "NeuronTrainer": "optimum_trn.trainer",
+    "NeuronTrainingArguments": "optimum_trn.trainer",
+    "NeuronModelForCausalLM": "optimum_trn.modeling",
+    "ParallelConfig": "optimum_trn.parallel",
+    "patch_model": "optimum_trn.patching",
+    "unpatch_model": "optimum_trn.patching",
+    "register_plan": "optimum_trn.patching",
+    "get_plan": "optimum_trn.patching",
+    "supported_models": "optimum_trn.patching",
+    "ModelPlan": "optimum_trn.patching",
+    "Attention": "optimum_trn.patching",
+    "GatedMLP": "optimum_trn.patching",
+    "MLP": "optimum_trn.patching",
+}
+"""Where each public name is defined."""
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if device_type() == "neuron":
+    from optimum_trn.device.install import install
+
+    # A script that never asked for the package (see optimum_trn_autoload) waits for the compiler only if it uses the device.
+    install(load=os.environ.get("OPTIMUM_TRN_AUTOLOAD") != "1")

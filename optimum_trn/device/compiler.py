@@ -1,0 +1,5 @@
+"""The torch.compile backend `neuron`."""
+
+
+def register() -> None:
+    """placeholder"""

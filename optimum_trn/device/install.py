@@ -1,0 +1,232 @@
+"""The one door to other libraries' globals: PyTorch, accelerate and transformers see the simulated device through it.
+
+`install` renames PyTorch's open device slot to `neuron`, makes `torch.neuron` and the package name `torch_neuronx`
+discoverable (accelerate and transformers ask for both), registers the process group and the compiler backend, and adds
+the device's random state to the checkpoints of `transformers.Trainer`, which saves that of other accelerators only.
+"""
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from optimum_trn.device import compiler, process_group, runtime
+from optimum_trn.device.build import load_extension
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "torch_neuronx"
+TRAINER = "transformers.trainer"
+AVAILABILITY_CHECKS = {
+    "accelerate.utils.imports": "is_neuron_available",
+    "transformers.utils.import_utils": "is_torch_neuron_available",
+}
+
+_undo: list[Callable[[], None]] = []
+
+
+def real_device_present() -> bool:
+    """Whether the real Neuron device package is installed; then the simulator stays out of the way."""
+    ours = sys.modules.get(PACKAGE)
+    return getattr(ours, "simulated_by", None) is None and importlib.util.find_spec(PACKAGE) is not None
+
+
+def installed() -> bool:
+    """Whether accelerate and transformers see the simulated device now."""
+    return bool(_undo)
+
+
+def install(load: bool = True) -> None:
+    """Make the simulated device known; `load=False` leaves loading (and compiling) its extension to the first use.
+
+    Does nothing a second time, or where the real torch_neuronx is installed. Raises RuntimeError where another library
+    holds PyTorch's open device slot, or where CUDA or PyTorch/XLA is in use already and would be chosen instead.
+    """
+    if installed() or real_device_present():
+        return
+    _hide_cuda()
+    _hide_xla()
+    _name_the_device()
+    process_group.register()
+    compiler.register()
+    _announce_package()
+    _forget_answers()
+    _undo.append(_forget_answers)
+    _after_import(TRAINER, _keep_rng_state_in_checkpoints)
+    if load:
+        load_extension()
+
+
+def uninstall() -> None:
+    """Take back what accelerate and transformers see; PyTorch cannot forget the device's name, so `neuron` tensors go on."""
+    while _undo:
+        _undo.pop()()
+
+
+# ---------------------------------------------------------------------------------------------------------- PyTorch
+
+
+def _name_the_device() -> None:
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "neuron"):
+        raise RuntimeError(
+            f"PyTorch has one slot for an out-of-tree device, and {name!r} holds it. Uninstall that backend, or start with "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 so that it is not loaded."
+        )
+    if getattr(torch, "neuron", None) is runtime:
+        return
+    torch.utils.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", runtime)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch.set_autocast_dtype("neuron", torch.bfloat16)
+    _print_on_the_host()
+
+
+def _print_on_the_host() -> None:
+    """Printing looks at a tensor's values in float64, which the core has not: look at a copy on the host."""
+    printing: Any = torch._tensor_str
+    to_float64 = printing.tensor_totype
+    printing.tensor_totype = lambda tensor: to_float64(tensor.cpu() if tensor.device.type == "neuron" else tensor)
+
+
+def _hide_cuda() -> None:
+    """CUDA would win in accelerate and transformers: hide it from this process, and say so."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA is in use in this process, and accelerate and transformers would choose it over the simulated NeuronCores. "
+            "Import optimum_trn before anything uses CUDA, or start with CUDA_VISIBLE_DEVICES='' in the environment."
+        )
+    if torch.cuda.is_available():
+        _set_environment("CUDA_VISIBLE_DEVICES", "")
+        logger.warning(
+            "This host has a CUDA device; it is hidden from this process, which runs on simulated NeuronCores. "
+            "OPTIMUM_TRN_DEVICE=cpu keeps the simulator out."
+        )
+
+
+def _hide_xla() -> None:
+    """PyTorch/XLA would win too; both libraries read USE_TORCH_XLA once, when they are imported."""
+    if importlib.util.find_spec("torch_xla") is None or os.environ.get("USE_TORCH_XLA", "1") in ("0", "false"):
+        return
+    too_late = [name for name in AVAILABILITY_CHECKS if name in sys.modules]
+    if too_late:
+        raise RuntimeError(
+            f"torch_xla is installed and {too_late[0].partition('.')[0]} is imported already, so that it would choose XLA over "
+            "the simulated NeuronCores. Import optimum_trn first, or start with USE_TORCH_XLA=0 in the environment."
+        )
+    _set_environment("USE_TORCH_XLA", "0")
+    logger.warning("torch_xla is installed; it is switched off in this process, which runs on simulated NeuronCores.")
+
+
+def _set_environment(name: str, value: str) -> None:
+    previous = os.environ.get(name)
+    os.environ[name] = value
+
+    def restore() -> None:
+        if previous is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = previous
+
+    _undo.append(restore)
+
+
+# --------------------------------------------------------------------------------- what accelerate and transformers ask
+
+
+def _announce_package() -> None:
+    """Both libraries look for the spec of `torch_neuronx` and then ask `torch.neuron`; nothing is called on the package."""
+    package = ModuleType(PACKAGE, "Stands for the Neuron device package while optimum_trn simulates it.")
+    package.__spec__ = ModuleSpec(PACKAGE, loader=None)
+    package.__dict__["simulated_by"] = "optimum_trn"
+    sys.modules[PACKAGE] = package
+    _undo.append(lambda: sys.modules.pop(PACKAGE, None) and None)
+
+
+def _forget_answers() -> None:
+    """Both libraries cache whether there is a Neuron device; an answer from before this moment is stale."""
+    for module_name, function_name in AVAILABILITY_CHECKS.items():
+        if module_name in sys.modules:
+            getattr(sys.modules[module_name], function_name).cache_clear()
+
+
+class _AfterImport(MetaPathFinder, Loader):
+    """Runs a function on a module once it has been imported, without importing it."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]):
+        self.name, self.function = name, function
+        self.loader: Loader | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        assert self.loader is not None
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self.loader is not None and module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.function(module)
+
+
+def _after_import(name: str, function: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        function(sys.modules[name])
+        return
+    finder = _AfterImport(name, function)
+    sys.meta_path.insert(0, finder)
+    _undo.append(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+
+
+def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
+    """Trainer stores the random state of the accelerators it knows by name; add the core's to the same file."""
+    trainer = trainer_module.__dict__["Trainer"]
+    save, load = trainer._save_rng_state, trainer._load_rng_state
+
+    def rng_file(self: Any, directory: str) -> Path:
+        several = self.args.world_size > 1
+        return Path(directory) / (f"rng_state_{self.args.process_index}.pth" if several else "rng_state.pth")
+
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        save(self, output_dir)
+        if self.args.device.type != "neuron":
+            return
+        file = rng_file(self, output_dir)
+        with trainer_module.__dict__["safe_globals"]():
+            states = torch.load(file, weights_only=True)
+        torch.save({**states, "neuron": runtime.get_rng_state()}, file)
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        load(self, checkpoint)
+        if checkpoint is None or not rng_file(self, checkpoint).is_file():
+            return
+        with trainer_module.__dict__["safe_globals"]():
+            states = torch.load(rng_file(self, checkpoint), weights_only=True)
+        if "neuron" in states and self.args.device.type == "neuron":
+            runtime.set_rng_state(states["neuron"])
+
+    def restore() -> None:
+        trainer._save_rng_state, trainer._load_rng_state = save, load
+
+    trainer._save_rng_state, trainer._load_rng_state = _save_rng_state, _load_rng_state
+    _undo.append(restore)

@@ -1,0 +1,26 @@
+"""Registers the c10d backend `neuron` (csrc/process_group.cpp) and builds its groups."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from optimum_trn.device import liveness
+from optimum_trn.device.build import load_extension
+
+NAME = "neuron"
+
+
+def register() -> None:
+    """Let `torch.distributed.init_process_group("neuron")` find the backend; it is the default for neuron tensors."""
+    if NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, create, devices=["neuron", "cpu"])
+
+
+def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
+    liveness.announce(store, rank)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group = load_extension().ProcessGroupNeuron(gloo)
+    liveness.watch(store, size, group.state)
+    return group
