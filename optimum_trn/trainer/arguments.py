@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from transformers import TrainingArguments
 
+from ..device import device_type
 from ..errors import MeshError
 from ..parallel import ParallelConfig
 
@@ -42,9 +43,16 @@ class NeuronTrainingArguments(TrainingArguments):
                 if getattr(self, argument, None):
                     raise ValueError(
                         f"{argument} can't be combined with tensor_parallel_size={self.tensor_parallel_size}: both "
-                        f"would shard the model. Leave {argument} unset; data parallel is what is left of the processes."
+                        f"would shard the model. Leave {argument} unset; data parallel is what is left of the world."
                     )
+        # accelerate takes part in a process group on the CPU only when it is told to.
+        self.use_cpu = self.use_cpu or device_type() == "cpu"
         super().__post_init__()
+        if self.world_size != world_size():
+            raise MeshError(
+                f"The launcher started {world_size()} processes, but accelerate sees {self.world_size}: the process "
+                f"group was not made for {self.device}. Create the training arguments before anything else in the script."
+            )
         if self.fp16 and self.device.type == "neuron":
             raise ValueError("fp16=True: NeuronCores train in bfloat16 or float32; set bf16=True instead.")
 

@@ -57,10 +57,11 @@ class DataParallelStream(IterableDatasetShard):
         self.rows: Any = copy.copy(loader)
         self.rows.collate_fn = _as_rows
         self.rows.pin_memory = False
-        sampler = getattr(loader.batch_sampler, "sampler", None)
-        if isinstance(sampler, RandomSampler) and type(loader.batch_sampler) is BatchSampler:
+        batch_sampler: Any = self.rows.batch_sampler
+        sampler = batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
+        if isinstance(sampler, RandomSampler):
             # As accelerate does for its own loaders: an order that follows from seed and epoch, so that it can resume.
-            self.rows.batch_sampler.sampler = SeedableRandomSampler(
+            batch_sampler.sampler = SeedableRandomSampler(
                 data_source=sampler.data_source,
                 replacement=sampler.replacement,
                 num_samples=sampler._num_samples,

@@ -53,9 +53,9 @@ def check_resumable(directory: Path, mesh: DeviceMesh | None) -> None:
         raise CheckpointError(f"{directory} mixes optimizer states of several layouts; resume from another checkpoint.")
     if saved != tensor_parallel_size and (saved > 1 or (directory / OPTIMIZER_NAME).exists()):
         raise CheckpointError(
-            f"The optimizer state in {directory} was saved at tensor_parallel_size={saved} and can't be resumed at "
-            f"{tensor_parallel_size} yet. Launch with tensor_parallel_size={saved}, or start a new run from the weights, "
-            "which are a stock directory that from_pretrained loads at any size."
+            f"The optimizer state in {directory} was saved at tensor_parallel_size={saved} and can't be resumed "
+            f"at {tensor_parallel_size} yet. Launch with tensor_parallel_size={saved}, or start a new run from the "
+            "weights: they are a stock directory that from_pretrained loads at any size."
         )
     if mesh is None or tensor_parallel_size == 1:
         return
