@@ -1,26 +1,132 @@
 """Every family, at any layout, trains exactly as the stock model does in one process."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.nn import functional as F
 
+from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
+from optimum_trn.parallel.linear import RowParallelLinear
 from optimum_trn.patching import supported_models
+from tests.devices import DEVICES, FLOAT64
 from tests.distributed import run_ranks
 from tests.models.parity import deviation
-from tests.models.tiny import tiny_model
+from tests.models.tiny import KeepFloat64, tiny_model
 
-DEVICES = ["cpu"]
 EXACT = 1e-9
+LAYOUTS = [(2, 2), (4, 4), (4, 2)]  # world size, tensor-parallel size
+
+BIASED = dict(attention_bias=True, mlp_bias=True)
+VARIANTS = {  # by family: what its config can switch, beyond grouped-query attention and an untied head
+    "llama": dict(biased=BIASED, tied=dict(tie_word_embeddings=True), multi_head=dict(num_key_value_heads=8)),
+    "mistral": dict(window=dict(sliding_window=4), tied=dict(tie_word_embeddings=True)),
+    "qwen2": dict(tied=dict(tie_word_embeddings=True), eager=dict(attn_implementation="eager")),
+    "qwen3": dict(biased=dict(attention_bias=True, tie_word_embeddings=True)),
+}
 
 
-def float64_deviation(rank, world_size, model_type, tensor_parallel_size, overrides):
-    return deviation(tiny_model(model_type, torch.float64, **overrides), tensor_parallel_size)
+def trained(rank, world_size, model_type, tensor_parallel_size, overrides=None, dtype=torch.float64, **options):
+    return deviation(tiny_model(model_type, dtype, **(overrides or {})), tensor_parallel_size, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("world_size, tensor_parallel_size", LAYOUTS)
+@pytest.mark.parametrize("model_type", supported_models())
+def test_losses_gradients_norm_and_weights_equal_those_of_one_process(
+    model_type, world_size, tensor_parallel_size, device
+):
+    for result in run_ranks(trained, world_size, model_type, tensor_parallel_size, device=device, environment=FLOAT64):
+        assert max(result.loss, result.norm, result.gradients, result.weights) < EXACT, result
+        assert not result.unequal_replicas
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model_type, variant", [(family, name) for family, vs in VARIANTS.items() for name in vs])
+def test_every_switch_of_a_family_keeps_parity(model_type, variant, device):
+    for result in run_ranks(
+        trained, 2, model_type, 2, VARIANTS[model_type][variant], steps=5, device=device, environment=FLOAT64
+    ):
+        assert max(result.loss, result.norm, result.gradients, result.weights) < EXACT, result
+        assert not result.unequal_replicas
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", supported_models())
-@pytest.mark.parametrize("world_size, tensor_parallel_size", [(2, 2), (4, 4), (4, 2)])
-def test_losses_gradients_norm_and_weights_equal_those_of_one_process(
-    model_type, world_size, tensor_parallel_size, device
-):
-    for result in run_ranks(float64_deviation, world_size, model_type, tensor_parallel_size, {}, device=device):
-        assert max(result.loss, result.norm, result.gradients, result.weights) < EXACT, result
+def test_float32_agrees_to_its_rounding(model_type, device):
+    for result in run_ranks(trained, 2, model_type, 2, dtype=torch.float32, device=device, environment=FLOAT64):
+        assert max(result.loss, result.first_gradients) < 1e-5, result
+        assert result.close_weights > 0.999
+        assert not result.unequal_replicas
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model_type", supported_models())
+def test_bfloat16_loss_is_within_two_percent(model_type, device):
+    for result in run_ranks(
+        trained, 2, model_type, 2, dtype=torch.bfloat16, steps=5, device=device, environment=FLOAT64
+    ):
+        assert result.loss < 0.02, result
+        assert not result.unequal_replicas
+
+
+def recompute(model):
+    # The engine turns modes off, so that the recomputation has to bring its own.
+    model.gradient_checkpointing_enable(dict(use_reentrant=False, context_fn=lambda: (nullcontext(), KeepFloat64())))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recomputed_activations_give_the_same_gradients(device):
+    for result in run_ranks(
+        trained, 2, "qwen3", 2, steps=2, after_patching=recompute, device=device, environment=FLOAT64
+    ):
+        assert max(result.loss, result.norm, result.gradients) < EXACT, result
+
+
+# Four planted errors.  Only the last one shows in the loss, and only since biases are random.
+
+
+def forget_the_input_gradient_sum(model):
+    model.model.layers[1].self_attn._forward_pre_hooks.clear()
+
+
+def forget_the_norm_gradient_sum(model):
+    del model.model.layers[1].self_attn.q_norm.forward
+
+
+class DoubledBackward(RowParallelLinear):
+    def forward(self, input):
+        group = self.group.process_group
+        return copy_to_group(reduce_from_group(F.linear(input, self.weight), group), group) + self.bias
+
+
+class BiasOfEveryRank(RowParallelLinear):
+    def forward(self, input):
+        return reduce_from_group(F.linear(input, self.weight, self.bias), self.group.process_group)
+
+
+def double_the_row_wise_backward(model):
+    model.model.layers[1].self_attn.o_proj.__class__ = DoubledBackward
+
+
+def add_the_bias_on_every_rank(model):
+    model.model.layers[1].self_attn.o_proj.__class__ = BiasOfEveryRank
+
+
+@pytest.mark.parametrize(
+    "plant", [forget_the_input_gradient_sum, forget_the_norm_gradient_sum, double_the_row_wise_backward]
+)
+def test_a_planted_gradient_error_is_caught_though_the_loss_is_right(plant):
+    overrides = dict(attention_bias=True)
+    for result in run_ranks(
+        trained, 2, "qwen3", 2, overrides, steps=1, after_patching=plant, device="cpu", environment=FLOAT64
+    ):
+        assert result.loss < EXACT
+        assert result.gradients > 1e-2, result
+
+
+def test_a_bias_added_on_every_rank_is_caught():
+    options = dict(steps=1, after_patching=add_the_bias_on_every_rank, device="cpu", environment=FLOAT64)
+    for result in run_ranks(trained, 2, "qwen3", 2, dict(attention_bias=True), **options):
+        assert result.loss > 1e-4
+        assert result.gradients > 1e-2, result

@@ -1,0 +1,17 @@
+"""The devices that every claim about parallel code is tested on, and the one that a rank of a pool has."""
+
+import os
+
+import torch
+
+DEVICES = ["cpu", "neuron"]
+
+
+def local_device() -> torch.device:
+    """The device of this rank of a pool."""
+    name = os.environ["OPTIMUM_TRN_DEVICE"]
+    return torch.device("cpu") if name == "cpu" else torch.device(name, int(os.environ["LOCAL_RANK"]))
+
+
+# Parity is proven in float64, which the hardware and so the simulated core refuse unless a test asks for it.
+FLOAT64 = {"OPTIMUM_TRN_ALLOW_FLOAT64": "1"}
