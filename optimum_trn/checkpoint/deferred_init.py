@@ -38,6 +38,7 @@ class History:
 
     storage: torch.UntypedStorage  # held, so that its address is not given to another tensor
     writes: list[Write] = field(default_factory=list)
+    complete: bool = False  # whether there was such a write at all
 
 
 class DeferredInit(TorchDispatchMode):
@@ -62,7 +63,7 @@ class DeferredInit(TorchDispatchMode):
         writes_first = bool(func._schema.arguments) and _is_written(func._schema.arguments[0])
         target = args[0] if writes_first else None
         reads = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not target]
-        if any(value.is_meta and id_of(value) in self._histories for value in reads) and not _is_view(func):
+        if any(value.is_meta for value in reads) and not _is_view(func):
             raise UnsupportedModelError(
                 f"An initialiser of this model computes one weight from another ({func}), which cannot be done without "
                 f"holding both whole. Initialise the model in one process, save it, and load it with from_pretrained."
@@ -82,6 +83,7 @@ class DeferredInit(TorchDispatchMode):
         whole = target.numel() * target.element_size() == history.storage.nbytes()
         if whole and func in OVERWRITES:
             history.writes.clear()
+            history.complete = True
         args = tuple(value.clone() if isinstance(value, Tensor) else value for value in args)
         history.writes.append(
             Write(func, target.size(), target.stride(), int(target.storage_offset()), args, kwargs, state)
@@ -95,10 +97,10 @@ class DeferredInit(TorchDispatchMode):
         if not tensor.is_meta:
             return tensor
         history = self._histories.get(id_of(tensor))
-        if history is None:
+        if history is None or not history.complete:  # torch's trunc_normal_ is one that leaves meta tensors alone
             raise UnsupportedModelError(
-                f"A weight of shape {tuple(tensor.shape)} is missing from the checkpoint, and the model's class does "
-                f"not say how to initialise it: its _init_weights leaves it as it is."
+                f"A weight of shape {tuple(tensor.shape)} must be initialised, but the model's class does not do it in "
+                f"a way that can be cut. Initialise it in one process, save it, and load it with from_pretrained."
             )
         flat = torch.empty(history.storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -20,7 +20,7 @@ def gathered_blocks(local: Tensor, placement: Placement, group: dist.ProcessGrou
     A collective over `group`, one transfer for each shard of a block; every rank must exhaust it.
     """
     if not placement.global_shape:
-        yield local.detach().cpu().reshape(1)
+        yield _fetch(local.reshape(1), 0, group)
         return
     row_bytes = max(1, local.element_size() * torch.Size(placement.global_shape[1:]).numel())
     rows = max(1, BLOCK_BYTES // row_bytes)
