@@ -7,15 +7,16 @@ so what is counted is what the same step does on a core.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from optimum_trn.device import device_type
@@ -24,9 +25,13 @@ from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import patch_model
 
 # torch's counter knows the accelerators' fused attention kernels, not the CPU's, which is the one the device runs.
-CPU_ATTENTION_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *args, out_shape, **kwargs: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *args, out_shape, **kwargs: sdpa_backward_flop_count(grad, query, key, value)
+    ),
 }
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -53,7 +58,7 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
             f"Tracing pretends to be rank {rank} of {world_size}, but this process already belongs to a process group of "
             f"{dist.get_world_size()}: trace in a process of its own, started without torchrun."
         )
-    dist.init_process_group(f"cpu:fake,{device_type()}:fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -76,11 +81,14 @@ def trace_training_step(
     where training would.
     """
     device = torch.device(device_type(), 0)
-    with fake_process_group(parallel_config.tensor_parallel_size, rank), FakeTensorMode(allow_non_fake_inputs=True):
+    with ExitStack() as stack:
+        stack.enter_context(fake_process_group(parallel_config.tensor_parallel_size, rank))
+        mesh = parallel_config.build_mesh()  # reads its own rank table, which a fake tensor would not have
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
-        patch_model(model, parallel_config)
+        patch_model(model, parallel_config, mesh)
         model.train()
         stepper = optimizer(model.parameters())
 
