@@ -51,7 +51,7 @@ class NeuronTrainingArguments(TrainingArguments):
         if self.world_size != world_size():
             raise MeshError(
                 f"The launcher started {world_size()} processes, but accelerate sees {self.world_size}: the process "
-                f"group was not made for {self.device}. Create the training arguments before anything else in the script."
+                f"group was not made for {self.device}. Make the training arguments before anything else in the script."
             )
         if self.fp16 and self.device.type == "neuron":
             raise ValueError("fp16=True: NeuronCores train in bfloat16 or float32; set bf16=True instead.")

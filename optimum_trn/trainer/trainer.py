@@ -172,10 +172,13 @@ class NeuronTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.is_sharded and not self.args.should_save:
-            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)  # joins the gathers
-        else:
+        if not self.is_sharded:
+            return super()._save(output_dir, state_dict)
+        if self.args.should_save:
             super()._save(output_dir, state_dict)
+        else:
+            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)  # joins the gathers
+        self.accelerator.wait_for_everyone()  # so that every rank may read what rank 0 has written, tokenizer included
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_sharded:
