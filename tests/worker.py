@@ -51,6 +51,10 @@ def clean_up() -> None:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+    if os.environ["OPTIMUM_TRN_DEVICE"] != "cpu":
+        from optimum_trn.device.build import load_extension
+
+        load_extension().allow_unsupported_types(False)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
