@@ -55,8 +55,8 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
     """A default process group of `world_size` ranks that exist only as shapes; raises MeshError inside a real one."""
     if dist.is_initialized():
         raise MeshError(
-            f"Tracing pretends to be rank {rank} of {world_size}, but this process already belongs to a process group of "
-            f"{dist.get_world_size()}: trace in a process of its own, started without torchrun."
+            f"Tracing pretends to be rank {rank} of {world_size}, but this process belongs to a process group of "
+            f"{dist.get_world_size()} already: trace in a process of its own, started without torchrun."
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:

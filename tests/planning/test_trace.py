@@ -63,7 +63,7 @@ def test_the_traced_operations_are_those_of_the_matrix_products_shared_by_the_ra
     )
     weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     tokens = BATCH_SIZE * SEQUENCE_LENGTH
-    # Two products forward; backward two for each of them and one to recompute the scores (Dao et al. 2022, arXiv:2205.14135).
+    # Two products forward; backward two for each and one to recompute the scores (Dao et al. 2022, arXiv:2205.14135).
     attention = (2 + 5) * 2 * BATCH_SIZE * SEQUENCE_LENGTH**2 * config.hidden_size * config.num_hidden_layers
     for size in (1, 2, 4):
         traced = trace_training_step(
