@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2"]
 EXAMPLES = ["gguf>=0.10", "sentencepiece>=0.2"]
 DEV = ["ruff>=0.6", "mypy>=1.11", "pre-commit>=3"]
 

@@ -4,6 +4,7 @@
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty_like.h>
@@ -65,6 +66,13 @@ Tensor empty_strided(
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
   OnDevice on(device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), device_allocator(), kKeys, supported(type));
+}
+
+// A tensor of zeros without memory, which autograd uses for gradients that are known to vanish.
+Tensor efficient_zero_tensor(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> type, std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
+  at::native::ZeroTensorAllocator no_memory(c10::Device(kNeuron, static_cast<c10::DeviceIndex>(device ? resolve(*device) : current_device())));
+  return at::detail::empty_generic(size, &no_memory, kKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), supported(type), std::nullopt);
 }
 
 Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -155,6 +163,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
+  library.impl("_efficientzerotensor", efficient_zero_tensor);
   library.impl("as_strided", as_strided);
   library.impl("view", view);
   library.impl("_copy_from", copy_from);
