@@ -63,7 +63,7 @@ class ExampleArguments:
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
     block_size: int = field(default=128, metadata={"help": "Tokens in a row: texts are joined and cut to this length."})
     eval_rows: int = field(default=16, metadata={"help": "How many of the rows are kept for evaluation."})
-    scratch_steps: int = field(default=150, metadata={"help": "Optimizer steps of the model made from scratch."})
+    scratch_steps: int = field(default=240, metadata={"help": "Optimizer steps of the model made from scratch."})
     scratch_vocabulary: int = field(default=2048, metadata={"help": "Its vocabulary size."})
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
@@ -43,6 +44,13 @@ def compare(tmp_path, mesh, device, *, own=None, **options):
     assert_same_weights(tmp_path / "ours" / "result", tmp_path / "stock" / "result")
 
 
+def sum_of_losses(outputs, labels, num_items_in_batch=None):
+    """A loss function of the user's own: it needs whole logits."""
+    logits = outputs.logits[..., :-1, :].float().flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[..., 1:].flatten(), reduction="sum", label_smoothing=0.2)
+    return loss / num_items_in_batch
+
+
 def assert_same(result, stock):
     assert result["steps"] == stock["steps"]
     np.testing.assert_allclose(result["losses"], stock["losses"], rtol=2e-5)
@@ -69,3 +77,50 @@ def test_two_epochs_with_a_partial_last_batch_accumulation_and_clipping(tmp_path
     # Data-parallel ranks fill the last batch up with the first rows, as in the stock Trainer.
     wrap_rows = 0 if mesh == "tp2" else 3
     compare(tmp_path, mesh, device, wrap_rows=wrap_rows, train_sampling_strategy="sequential")
+
+
+OPTIONS = {
+    "label smoothing": dict(label_smoothing_factor=0.1),
+    "a loss function": dict(trainer_options={"compute_loss_func": sum_of_losses}),
+    "shuffled": dict(train_sampling_strategy="random", train_rows=24),
+    "batches balanced by length": dict(train_sampling_strategy="batch_rebalance", train_rows=24),
+    "activation checkpointing": dict(activation_checkpointing=True),
+    "tied weights and no clipping": dict(config={"tie_word_embeddings": True}, max_grad_norm=0.0),
+    "results to the CPU after each batch": dict(eval_accumulation_steps=1, eval_use_gather_object=True),
+    "iterable, dispatched by rank 0": dict(iterable=True, max_steps=5, wrap_rows=1),
+    "iterable, read by all ranks": dict(
+        iterable=True, max_steps=5, wrap_rows=1, accelerator_config={"dispatch_batches": False}
+    ),
+    "shuffled and dispatched by rank 0": dict(
+        train_sampling_strategy="random", train_rows=24, accelerator_config={"dispatch_batches": True}
+    ),
+    "batches split over the ranks": dict(
+        train_rows=24, own=dict(per_device_train_batch_size=4, accelerator_config={"split_batches": True})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_on_tensor_and_data_parallel_ranks(tmp_path, name):
+    compare(
+        tmp_path,
+        "tp2 x dp2",
+        "neuron",
+        **{"max_steps": 6, "wrap_rows": 3, "train_sampling_strategy": "sequential", **OPTIONS[name]},
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_averaged_per_rank_are_those_of_stock_data_parallel_ranks(tmp_path, device):
+    """average_tokens_across_devices=False: transformers' own tensor parallelism divides by the wrong number here."""
+    options = dict(max_steps=6, average_tokens_across_devices=False)
+    stock = run_ranks(stock_replica, 2, str(tmp_path / "stock"), options, device="cpu")
+    ours = run_ranks(sharded, 4, str(tmp_path / "ours"), 2, options, device=device)
+    for result in ours:
+        np.testing.assert_allclose(result["losses"], stock[0]["losses"], rtol=2e-5)
+        np.testing.assert_allclose(result["grad_norms"], stock[0]["grad_norms"], rtol=1e-4)
+    assert_same_weights(tmp_path / "ours" / "result", tmp_path / "stock" / "result")
+
+
+def stock_replica(rank, world_size, directory, options):
+    return scenario.run(Trainer, TrainingArguments, directory, use_cpu=True, **options)

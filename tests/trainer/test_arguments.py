@@ -1,0 +1,61 @@
+"""Degrees that can't work are refused before anything is loaded, and say what would."""
+
+import sys
+
+import pytest
+
+from optimum_trn.errors import MeshError
+from optimum_trn.trainer import NeuronTrainingArguments
+from tests.distributed import run_ranks
+
+
+def test_one_process_that_wants_two_cores_says_how_to_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--name", "two words"])
+    with pytest.raises(MeshError) as error:
+        NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=2)
+    assert "tensor_parallel_size=2 needs 2 processes" in str(error.value)
+    assert "`torchrun --nproc-per-node 2 train.py --name 'two words'`" in str(error.value)
+    assert "`accelerate launch --num_processes 2 train.py --name 'two words'`" in str(error.value)
+
+
+def test_a_launcher_with_the_wrong_number_of_processes_is_refused_before_the_process_group(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(MeshError, match="tensor_parallel_size 3 does not divide the world size 4"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=3)
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+def test_a_size_is_a_positive_integer(tmp_path, size):
+    with pytest.raises(MeshError, match="positive integer"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize("option", [{"fsdp": True}, {"deepspeed": "config.json"}])
+def test_a_second_way_to_shard_is_refused(tmp_path, monkeypatch, option):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=f"{next(iter(option))} can't be combined with tensor_parallel_size=2"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=2, **option)
+
+
+def test_retrying_with_smaller_batches_is_refused_where_ranks_would_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="auto_find_batch_size works in one process only"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), auto_find_batch_size=True)
+
+
+def test_float16_is_refused_on_a_core(tmp_path):
+    with pytest.raises(ValueError, match="set bf16=True instead"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), fp16=True)
+
+
+def wrong_world(rank, world_size, directory):
+    try:
+        NeuronTrainingArguments(output_dir=directory, tensor_parallel_size=3)
+    except MeshError as error:
+        return str(error)
+
+
+def test_every_rank_raises(tmp_path):
+    texts = run_ranks(wrong_world, 2, str(tmp_path))
+    assert len(set(texts)) == 1
+    assert "tensor_parallel_size 3 does not divide the world size 2" in texts[0]
