@@ -3,7 +3,9 @@
 #include <atomic>
 #include <chrono>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
 
 #include "device.h"
 
@@ -80,6 +82,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// Nothing to remember: no stream can still be reading a tensor when its memory is freed.
+void record_stream(at::Tensor&, c10::Stream) {}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) { library.impl("record_stream", record_stream); }
 }  // namespace
 
 }  // namespace neuron
