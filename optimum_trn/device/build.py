@@ -66,6 +66,11 @@ def load_extension() -> ModuleType:
     return _module
 
 
+def is_built() -> bool:
+    """Whether `load_extension` would find the extension compiled."""
+    return any(_is_whole(directory / key()) for directory in (PREBUILT, cache_directory()))
+
+
 def _find_or_build() -> ModuleType:
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         raise ImportError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from optimum_trn.device import compiler, process_group, runtime
-from optimum_trn.device.build import load_extension
+from optimum_trn.device.build import is_built, load_extension
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def installed() -> bool:
 
 
 def install(load: bool = True) -> None:
-    """Make the simulated device known; `load=False` leaves loading (and compiling) its extension to the first use.
+    """Make the simulated device known; with `load=False` an extension that is not compiled yet waits for the first use.
 
     Does nothing a second time, or where the real torch_neuronx is installed. Raises RuntimeError where another library
     holds PyTorch's open device slot, or where CUDA or PyTorch/XLA is in use already and would be chosen instead.
@@ -61,7 +61,7 @@ def install(load: bool = True) -> None:
     _forget_answers()
     _undo.append(_forget_answers)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
-    if load:
+    if load or is_built():
         load_extension()
 
 

@@ -10,7 +10,7 @@ import selectors
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch.distributed as dist

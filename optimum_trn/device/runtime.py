@@ -182,7 +182,9 @@ def _is_in_bad_fork() -> bool:
 
 
 def is_available() -> bool:
-    """True: the simulator needs no hardware."""
+    """True: the simulator needs no hardware, but its extension must have been compiled."""
+    if not _forked:
+        _extension()
     return True
 
 
@@ -221,7 +223,7 @@ def set_device(device: DeviceLike) -> None:
     _extension().set_device(index)
 
 
-class device:  # noqa: N801  (the name of the PyTorch API)
+class device:
     """Context manager that selects a core and restores the previous one; None or -1 changes nothing."""
 
     def __init__(self, device: DeviceLike):
@@ -234,7 +236,9 @@ class device:  # noqa: N801  (the name of the PyTorch API)
             set_device(self.index)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.previous is not None:
             set_device(self.previous)
 
@@ -295,7 +299,9 @@ class StreamContext:
             self.previous = current_stream(self.stream.device)
             set_stream(self.stream)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.previous is not None:
             set_stream(self.previous)
 

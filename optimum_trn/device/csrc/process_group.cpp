@@ -383,7 +383,8 @@ class ProcessGroupNeuron final : public Backend {
     Tensor from = at::cat(bytes(inputs, "all_to_all"));
     Tensors targets = bytes(outputs, "all_to_all");
     Tensor to = at::empty({std::accumulate(output_bytes.begin(), output_bytes.end(), int64_t(0))}, from.options());
-    auto work = gloo_->alltoall_base(to, from, output_bytes, input_bytes, options);
+    auto sizes = output_bytes;  // gloo empties the ones that it is given
+    auto work = gloo_->alltoall_base(to, from, sizes, input_bytes, options);
     return start(OpType::ALLTOALL, "neuron:all_to_all", inputs, outputs, {work}, [to, output_bytes, targets] {
       auto received = to.split_with_sizes(output_bytes);
       for (size_t r = 0; r < targets.size(); ++r) targets[r].copy_(received[r]);
