@@ -11,8 +11,6 @@ from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.patching import state_of
 from tests.models.tiny import tiny_model
 
-DEVICES = ["cpu", "neuron"]
-
 
 def saved(directory: Path, model_type: str = "llama", max_shard_size: str = "50GB", **overrides) -> PreTrainedModel:
     """A float32 model with random weights, saved by transformers itself."""

@@ -5,7 +5,7 @@ import torch
 
 from optimum_trn.checkpoint import gather
 from optimum_trn.parallel import ParallelConfig, Piece, Placement
-from tests.checkpoint.stock_files import DEVICES
+from tests.devices import DEVICES, local_device
 from tests.distributed import run_ranks
 
 FULL = torch.arange(7 * 12.0).reshape(7, 12)
@@ -25,11 +25,10 @@ PLACEMENTS = {
 def gathered(rank, world_size):
     group = ParallelConfig(world_size).build_mesh().get_group("tp")
     gather.BLOCK_BYTES = 100  # two rows, so that there are several blocks
-    device = torch.device("cpu" if torch.distributed.get_backend() == "gloo" else "neuron")
     results = {}
     for name, placement in PLACEMENTS.items():
         full = torch.arange(float(torch.Size(placement.global_shape).numel())).reshape(placement.global_shape)
-        local = placement.shard(full, rank).to(device)
+        local = placement.shard(full, rank).to(local_device())
         blocks = list(gather.gathered_blocks(local, placement, group))
         if rank == 0:
             results[name] = len(blocks), torch.equal(torch.cat(blocks).reshape(full.shape), full)
