@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from optimum_trn.errors import UnsupportedModelError
 from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import state_of
@@ -91,12 +92,19 @@ def test_pickled_weights_are_not_read_unless_asked_for(tmp_path):
 
 
 REMOTE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-raise RuntimeError("remote code has run")
+from transformers import LlamaForCausalLM
+
+class Remote(LlamaForCausalLM):
+    pass
 """
 
 
-def test_remote_code_is_not_run_unless_asked_for(tmp_path):
+def refuses_to_cut_remote_code(rank, world_size, directory):
+    with pytest.raises(UnsupportedModelError, match="Remote is remote code"):
+        NeuronModelForCausalLM.from_pretrained(directory, ParallelConfig(world_size), trust_remote_code=True)
+
+
+def test_remote_code_is_not_run_unless_asked_for_and_never_cut(tmp_path):
     config = AutoConfig.for_model("llama", **SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
@@ -105,5 +113,6 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path):
     (tmp_path / "modeling_remote.py").write_text(REMOTE)
     model = NeuronModelForCausalLM.from_pretrained(tmp_path)
     assert type(model).__name__ == "LlamaForCausalLM"
-    with pytest.raises(RuntimeError, match="remote code has run"):
-        NeuronModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    model = NeuronModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(model).__name__ == "Remote"
+    run_ranks(refuses_to_cut_remote_code, 2, str(tmp_path), device="cpu")

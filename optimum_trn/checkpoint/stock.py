@@ -57,19 +57,25 @@ def from_pretrained(auto_class: type[AutoModel], load: ShardedLoad, name: Any, *
     model = result[0] if isinstance(result, tuple) else result
     if load.shards and model.__dict__.get("_hf_peft_config_loaded"):
         raise UnsupportedModelError(f"{name} is an adapter. Load its base model; adapters cannot be sharded yet.")
-    if load.model is not model:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is remote code, which is loaded by code of its own. Load it with transformers."
-        )
+    _accept_remote_code(load, model)
     return result
 
 
 def from_config(auto_class: type[AutoModel], load: ShardedLoad, config: Any, **kwargs: Any) -> PreTrainedModel:
     """`auto_class.from_config(config, ...)`, initialised in one stream at every layout and cut by `load`."""
     model = _steered_auto_class(auto_class, load).from_config(config, **kwargs)
-    if load.model is not model:
-        raise UnsupportedModelError(f"{type(model).__name__} is remote code. Build it with transformers.")
+    _accept_remote_code(load, model)
     return cast(PreTrainedModel, model)
+
+
+def _accept_remote_code(load: ShardedLoad, model: Any) -> None:
+    """A class that came with the checkpoint is not steered: whole it is welcome, cut it cannot be."""
+    if load.model is not model:
+        if load.shards:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is remote code, which no plan describes. Use tensor_parallel_size=1."
+            )
+        load.model = model.to(load.device)
 
 
 class _SteeredMapping:
@@ -84,6 +90,10 @@ class _SteeredMapping:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stock)
+
+    def register(self, *args: Any, **kwargs: Any) -> None:
+        """Remote code registers its class with transformers, as it would without us."""
+        self.stock.register(*args, **kwargs)
 
     def __getitem__(self, config_class: type) -> Any:
         found = self.stock[config_class]
