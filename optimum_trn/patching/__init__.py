@@ -4,6 +4,7 @@ from optimum_trn.patching.apply import patch_model, unpatch_model
 from optimum_trn.patching.blocks import MLP, Attention, GatedMLP
 from optimum_trn.patching.plan import ModelPlan
 from optimum_trn.patching.registry import get_plan, register_plan, supported_models
+from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.state import PatchReport, PatchState, state_of
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ModelPlan",
     "PatchReport",
     "PatchState",
+    "Schedule",
     "get_plan",
     "patch_model",
     "register_plan",

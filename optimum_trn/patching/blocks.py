@@ -1,20 +1,13 @@
-"""Roles: what the sub-modules of a transformer layer are for, and which styles follow from it."""
+"""Roles: what the sub-modules of a transformer layer are for, and which steps of a schedule follow from it."""
 
 from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from optimum_trn.patching.styles import ColumnWise, RowWise, SharedInput, Style, SummedGradients
-
-
-class Action(NamedTuple):
-    """One style for one module, by its path."""
-
-    path: str
-    style: Style
+from optimum_trn.patching.schedule import Selection
 
 
 class Role(Protocol):
@@ -23,16 +16,32 @@ class Role(Protocol):
     def sizes(self, config: Any) -> Mapping[str, int]:
         """The numbers that the tensor-parallel size must divide, by their names in the config."""
 
-    def actions(self) -> tuple[Action, ...]:
-        """The styles of its modules, by path within the layer."""
+    def record(self, layers: Selection) -> None:
+        """Records the steps for its modules, by path within the layers."""
 
 
-def _enter(paths: tuple[str, ...]) -> tuple[Action, ...]:
-    """Column-wise layers with one input: the copy is made once, by the module that contains them if there is one."""
+def _enter(layers: Selection, *paths: str) -> None:
+    """Column-wise linears with one input: its gradient is summed once, by the module that contains them if one does."""
     parent = os.path.commonprefix([path.split(".")[:-1] for path in paths])
-    if not parent or len(paths) == 1:
-        return tuple(Action(path, ColumnWise(copies_input=True)) for path in paths)
-    return (Action(".".join(parent), SharedInput()), *(Action(path, ColumnWise()) for path in paths))
+    shared = bool(parent) and len(paths) > 1
+    if shared:
+        layers[".".join(parent)].sync("input gradient", "all_reduce")
+    for path in paths:
+        column_wise(layers[path])
+        if not shared:
+            layers[path].sync("input gradient", "all_reduce")
+
+
+def column_wise(linears: Selection) -> None:
+    """Cuts linears by output features."""
+    linears.shard("weight", 0)
+    if all(getattr(linear, "bias", None) is not None for linear in linears):
+        linears.shard("bias", 0)
+
+
+def _leave(layers: Selection, path: str) -> None:
+    """A row-wise linear, which ends the sharded part."""
+    layers[path].shard("weight", 1).sync("output", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,11 @@ class Attention:
         kv_heads = getattr(config, self.num_kv_heads, None)
         return {self.num_heads: heads} | ({} if kv_heads is None else {self.num_kv_heads: kv_heads})
 
-    def actions(self) -> tuple[Action, ...]:
-        norms = tuple(Action(path, SummedGradients()) for path in self.per_head_norms)
-        return (*_enter((self.q, self.k, self.v)), *norms, Action(self.o, RowWise()))
+    def record(self, layers: Selection) -> None:
+        _enter(layers, self.q, self.k, self.v)
+        for path in self.per_head_norms:
+            layers[path].sync("weight gradients", "all_reduce")
+        _leave(layers, self.o)
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,9 @@ class GatedMLP:
     def sizes(self, config: Any) -> Mapping[str, int]:
         return {self.width: getattr(config, self.width)}
 
-    def actions(self) -> tuple[Action, ...]:
-        return (*_enter((self.gate, self.up)), Action(self.down, RowWise()))
+    def record(self, layers: Selection) -> None:
+        _enter(layers, self.gate, self.up)
+        _leave(layers, self.down)
 
 
 @dataclass(frozen=True)
@@ -87,5 +99,6 @@ class MLP:
     def sizes(self, config: Any) -> Mapping[str, int]:
         return {self.width: getattr(config, self.width)}
 
-    def actions(self) -> tuple[Action, ...]:
-        return (*_enter((self.up,)), Action(self.down, RowWise()))
+    def record(self, layers: Selection) -> None:
+        _enter(layers, self.up)
+        _leave(layers, self.down)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from optimum_trn.errors import PlanError
-from optimum_trn.patching.blocks import Action, Role
-from optimum_trn.patching.styles import VocabParallel, VocabParallelHead
+from optimum_trn.patching.blocks import Role, column_wise
+from optimum_trn.patching.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -46,37 +46,20 @@ class ModelPlan:
                 + f". This model takes tensor_parallel_size {', '.join(map(str, legal))}."
             )
 
-    def actions(self, model: nn.Module) -> list[Action]:
-        """The styles of all modules of `model`, by full path; `PlanError` where a path of the plan does not exist."""
-        prefix = base_model_prefix(model)
-        layers = _submodule(model, prefix + self.layers, self.model_type)
-        actions = [Action(prefix + self.embedding, VocabParallel())]
-        for index, _ in layers.named_children():
-            for role in (self.attention, self.mlp):
-                for path, style in role.actions():
-                    actions.append(Action(f"{prefix}{self.layers}.{index}.{path}", style))
-        if self.has_lm_head(model):
-            actions.append(Action(self.lm_head, VocabParallelHead()))
-        for action in actions:
-            _submodule(model, action.path, self.model_type)
-        return actions
-
-    def has_lm_head(self, model: nn.Module) -> bool:
-        """Whether this class makes logits over the vocabulary."""
-        return model.get_output_embeddings() is not None  # type: ignore[operator]
+    def record(self, schedule: Schedule) -> None:
+        """Records the plan for the model of `schedule`; `PlanError` where a path of the plan does not exist."""
+        prefix = base_model_prefix(schedule.model)
+        schedule[prefix + self.embedding].shard("weight", 0).sync("output", "all_reduce")
+        layers = schedule[f"{prefix}{self.layers}.*"]
+        for role in (self.attention, self.mlp):
+            role.record(layers)
+        if schedule.model.get_output_embeddings() is not None:
+            head = schedule[self.lm_head]
+            column_wise(head)
+            head.sync("input gradient", "all_reduce").sync("output", "all_gather")
 
 
 def base_model_prefix(model: nn.Module) -> str:
     """The path of the base model within a transformers model, with a trailing dot; empty if it is the base model."""
     base = model.base_model
     return next((f"{name}." if name else "" for name, module in model.named_modules() if module is base), "")
-
-
-def _submodule(model: nn.Module, path: str, model_type: str) -> nn.Module:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        raise PlanError(
-            f"The plan of {model_type} names {path!r}, which {type(model).__name__} does not have. "
-            "Correct the paths of the plan; `print(model)` shows what there is."
-        ) from None

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from optimum_trn.parallel.mesh import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from optimum_trn.parallel.sharding import Placement
-from optimum_trn.patching.blocks import Action
-from optimum_trn.patching.plan import ModelPlan
+from optimum_trn.patching.styles import Action
 
 STATE_ATTRIBUTE = "_optimum_trn_patch"
 
@@ -57,7 +56,6 @@ class PatchState:
 
     config: ParallelConfig
     mesh: DeviceMesh | None
-    plan: ModelPlan | None
     actions: tuple[Action, ...]
     placements: dict[str, Placement]
     report: PatchReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import nn
 
@@ -28,6 +28,13 @@ class Style(Protocol):
 
     def revert(self, module: nn.Module) -> None:
         """Makes the instance stock again; its parameters are whole again already."""
+
+
+class Action(NamedTuple):
+    """One style for one module, by its path."""
+
+    path: str
+    style: Style
 
 
 def _expect(module: nn.Module, stock: type[nn.Module], style: Style) -> None:
