@@ -51,7 +51,9 @@ at::Tensor to_cpu(const at::Tensor& tensor) {
 }
 
 at::Tensor from_cpu(const at::Tensor& tensor, int device) {
-  if (!tensor.defined() || tensor.device().type() != c10::kCPU || tensor.layout() != c10::kStrided) return tensor;
+  if (!tensor.defined() || tensor.device().type() != c10::kCPU) return tensor;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.layout() == c10::kStrided, "NeuronCores hold dense tensors only, and this would be one of layout ", tensor.layout(), "; compute it on the CPU.");
   require_supported(tensor.scalar_type());
   auto cpu = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(tensor.storage().unsafeGetStorageImpl());
   const size_t bytes = cpu->nbytes();

@@ -7,6 +7,7 @@
 #include "allocator.h"
 #include "generator.h"
 #include "neuron.h"
+#include "pinned.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
@@ -22,6 +23,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("to_cpu", &neuron::to_cpu, "A CPU tensor over the same memory.");
   m.def("from_cpu", [](const at::Tensor& tensor, int device) { return neuron::from_cpu(tensor, device < 0 ? neuron::current_device() : device); }, py::arg("tensor"), py::arg("device") = -1);
 
+  m.def("is_pinned", [](uintptr_t address) { return neuron::is_pinned(reinterpret_cast<const void*>(address)); }, py::arg("address"));
   m.def("allow_unsupported_types", &neuron::allow_unsupported_types, py::arg("allow"));
   m.def("unsupported_types_allowed", &neuron::unsupported_types_allowed);
   m.def("set_limit", [](int device, size_t bytes) { neuron::arena(device).set_limit(bytes); }, py::arg("device"), py::arg("bytes"));

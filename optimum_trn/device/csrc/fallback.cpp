@@ -26,7 +26,7 @@ struct Plan {
     Kind kind = Kind::kPlain;
     bool written = false;
   };
-  explicit Plan(const c10::FunctionSchema& schema) : returns(schema.returns().size()) {
+  explicit Plan(const c10::FunctionSchema& schema) : returns(schema.returns().size()), mixes_devices(takes_host_tensors(schema.name())) {
     for (const auto& argument : schema.arguments()) arguments.push_back({kind_of(*argument.type()), argument.alias_info() && argument.alias_info()->isWrite()});
   }
 
@@ -50,8 +50,16 @@ struct Plan {
     }
   }
 
+  // Operators whose contract has a host tensor beside device tensors: indices, lengths, foreach scalars.
+  static bool takes_host_tensors(const std::string& name) {
+    const std::string_view op = std::string_view(name).substr(name.find("::") + 2);
+    return op.starts_with("index") || op.starts_with("_index") || op.starts_with("_unsafe_index") || op.starts_with("_foreach") ||
+        op.starts_with("_fused") || op == "_pack_padded_sequence" || op.starts_with("_amp_");
+  }
+
   std::vector<Argument> arguments;
   size_t returns;
+  bool mixes_devices;
 };
 
 // The device tensors of one call beside their aliases.
@@ -62,10 +70,22 @@ struct Aliases {
   };
   c10::SmallVector<Pair, 6> pairs;
   int device = -1;
+  bool host = false;  // a CPU tensor with dimensions is among the arguments; one without is a scalar
 
   at::Tensor add(const at::Tensor& tensor, bool written) {
-    if (!tensor.defined() || tensor.device().type() != kNeuron) return tensor;
+    if (!tensor.defined()) return tensor;
+    if (tensor.device().type() != kNeuron) {
+      host |= tensor.dim() > 0;
+      return tensor;
+    }
     if (device < 0) device = tensor.device().index();
+    TORCH_CHECK(
+        device == tensor.device().index(),
+        "Expected all tensors to be on the same device, but found at least two devices, neuron:",
+        device,
+        " and ",
+        tensor.device(),
+        "!");
     pairs.push_back({tensor, to_cpu(tensor), written});
     return pairs.back().cpu;
   }
@@ -137,6 +157,13 @@ void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* sta
         break;
     }
   }
+  TORCH_CHECK(
+      !aliases.host || aliases.pairs.empty() || plan.mixes_devices,
+      "Expected all tensors to be on the same device, but found at least two devices, neuron:",
+      aliases.device,
+      " and cpu! (when running ",
+      op.schema().name(),
+      ")");
   if (aliases.device < 0) aliases.device = current_device();
   if (generator) *generator = draw(generator->isNone() ? default_generator(aliases.device) : generator->toGenerator());
   try {
