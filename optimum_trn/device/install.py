@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "torch_neuronx"
 TRAINER = "transformers.trainer"
+ACCELERATOR_STATE = "accelerate.state"
 AVAILABILITY_CHECKS = {
     "accelerate.utils.imports": "is_neuron_available",
     "transformers.utils.import_utils": "is_torch_neuron_available",
@@ -60,6 +61,7 @@ def install(load: bool = True) -> None:
     _announce_package()
     _forget_answers()
     _undo.append(_forget_answers)
+    _after_import(ACCELERATOR_STATE, _refuse_mixed_precision_the_core_has_not)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
     if load or is_built():
         load_extension()
@@ -196,6 +198,27 @@ def _after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     finder = _AfterImport(name, function)
     sys.meta_path.insert(0, finder)
     _undo.append(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+
+
+def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
+    """accelerate refuses fp16 late, by a list of other devices, and looks for CUDA's fp8 libraries; name the way out."""
+    state = state_module.__dict__["AcceleratorState"]
+    initialise = state.__init__
+
+    def __init__(self: Any, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+        wanted = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+        known = state_module.__dict__["PartialState"]._shared_state.get("device")
+        on_cpu = cpu or state_module.__dict__["parse_flag_from_env"]("ACCELERATE_USE_CPU")
+        if wanted in ("fp16", "fp8") and (not on_cpu if known is None else known.type == "neuron"):
+            raise ValueError(
+                f"Mixed precision {wanted} is not for Neuron devices: fp16 needs loss scaling and fp8 kernels of other vendors, "
+                "and a NeuronCore has neither. Use bfloat16: bf16=True in TrainingArguments, mixed_precision='bf16' in "
+                "Accelerator, or --mixed_precision bf16 for accelerate launch."
+            )
+        initialise(self, mixed_precision, cpu, **kwargs)
+
+    state.__init__ = __init__
+    _undo.append(lambda: setattr(state, "__init__", initialise))
 
 
 def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
