@@ -56,7 +56,10 @@ class DataParallelAccelerator(Accelerator):
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Placement, autocast and compilation as in accelerate, then replication over "dp" if the model is to train."""
+        """Placement, autocast and compilation as in accelerate, then replication over "dp" if the model is to train.
+
+        Also of a model that was prepared for evaluation before, which accelerate 1.15 leaves without its replication.
+        """
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         trains = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
         if trains and self.num_processes > 1 and not isinstance(model, DistributedDataParallel):
@@ -130,7 +133,11 @@ class DataParallelAccelerator(Accelerator):
             return super().gather_for_metrics(input_data)
         # Each rank hands in a list of one, so that the gathered list is by world rank; "tp" is the inner axis.
         per_rank = gather_object([input_data])[:: self.mesh["tp"].size()]
-        data = [row for rows in per_rank for row in rows] if isinstance(input_data, (list, tuple)) else per_rank
+        data: Any = per_rank
+        if isinstance(input_data, Tensor):
+            data = torch.cat([local.to(input_data.device) for local in per_rank])
+        elif isinstance(input_data, list | tuple):
+            data = [row for rows in per_rank for row in rows]
         state = self.gradient_state
         return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
 

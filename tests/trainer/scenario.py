@@ -87,6 +87,7 @@ def run(
     wrap_rows: int = 0,
     eval_rows: int = 13,
     iterable: bool = False,
+    evaluate_first: bool = True,
     trainer_options: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     **options: Any,
@@ -123,7 +124,7 @@ def run(
         preprocess_logits_for_metrics=argmax,
         **(trainer_options or {}),
     )
-    before = trainer.evaluate()
+    before = trainer.evaluate() if evaluate_first else {}
     trainer.train()
     after = trainer.evaluate()
     predicted = trainer.predict(trainer.eval_dataset)

@@ -45,7 +45,7 @@ def three_ways(rank, world_size, directory, saved):
         torch.nn.init.zeros_(model.model.norm.weight)
     plain = losses(NeuronTrainer(model=model, args=options, train_dataset=scenario.rows(8)))
 
-    trainer = NeuronTrainer(model_init=scenario.llama, args=options, train_dataset=scenario.rows(8))
+    trainer = NeuronTrainer(model_init=lambda: scenario.llama(), args=options, train_dataset=scenario.rows(8))
     first, again = losses(trainer), losses(trainer)
     assert state_of(trainer.model).config.tensor_parallel_size == 2
     return [loaded, plain, first, again[-3:]]
@@ -121,8 +121,10 @@ def classify(rank, world_size, directory):
         for n, row in enumerate(scenario.rows(7))
     ]
     on_cpu = {"use_cpu": True} if world_size == 1 else {}
+    model = BertForSequenceClassification(config)
+    model.accepts_loss_kwargs = False  # its forward takes num_items_in_batch and ignores it
     trainer = NeuronTrainer(
-        model=BertForSequenceClassification(config),
+        model=model,
         args=arguments(directory, per_device_eval_batch_size=6 // world_size, **on_cpu),
         eval_dataset=rows,
     )
