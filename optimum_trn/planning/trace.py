@@ -87,6 +87,7 @@ def trace_training_step(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model.config.use_cache = False  # as the Trainer sets it
             tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
         patch_model(model, parallel_config, mesh)
         model.train()

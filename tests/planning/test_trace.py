@@ -26,7 +26,7 @@ def measured_peak(rank, world_size):
     """The peak of the second training step on this rank's simulated core, in bytes above what was there before."""
     torch.neuron.empty_cache()
     before = torch.neuron.memory_allocated()
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG, use_cache=False))
     patch_model(model, ParallelConfig(tensor_parallel_size=world_size))
     model.to("neuron")
     tokens = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, dtype=torch.long, device="neuron")
