@@ -57,10 +57,10 @@ def install(load: bool = True) -> None:
     _hide_xla()
     _name_the_device()
     process_group.register()
-    compiler.register()
     _announce_package()
     _forget_answers()
     _undo.append(_forget_answers)
+    _after_import(compiler.REGISTRY, compiler.register)
     _after_import(ACCELERATOR_STATE, _refuse_mixed_precision_the_core_has_not)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
     if load or is_built():

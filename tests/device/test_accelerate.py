@@ -83,7 +83,6 @@ def picks(rank, world_size):
     metrics = accelerator.gather_for_metrics(torch.ones(2, device=accelerator.device))
     objects = accelerator.gather_for_metrics([{"rank": rank}], use_gather_object=True)
     mean = accelerator.reduce(tensor, "mean")
-    set_seed(rank, device_specific=True)
     return (
         str(accelerator.device),
         accelerator.distributed_type is DistributedType.MULTI_NEURON,
@@ -109,7 +108,10 @@ def test_fp16_and_fp8_are_refused_early_with_the_way_out(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="fp16 is not for Neuron devices"):
         Trainer(tiny_llama(), arguments(tmp_path, fp16=True), train_dataset=rows())
     assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
-    with pytest.warns(UserWarning, match="only supports dtypes of torch.bfloat16"), torch.autocast("neuron", torch.float16):
+    with (
+        pytest.warns(UserWarning, match="only supports dtypes of torch.bfloat16"),
+        torch.autocast("neuron", torch.float16),
+    ):
         pass
 
 

@@ -24,6 +24,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("from_cpu", [](const at::Tensor& tensor, int device) { return neuron::from_cpu(tensor, device < 0 ? neuron::current_device() : device); }, py::arg("tensor"), py::arg("device") = -1);
 
   m.def("is_pinned", [](uintptr_t address) { return neuron::is_pinned(reinterpret_cast<const void*>(address)); }, py::arg("address"));
+  m.def("run_on_core", [](const py::function& function, const py::object& argument, int device) {
+    neuron::AllocateOnCore on_core(device < 0 ? neuron::current_device() : device);
+    return function(argument);
+  }, py::arg("function"), py::arg("argument"), py::arg("device") = -1, "function(argument), with the CPU tensors that it makes in the core's HBM.");
+
   m.def("allow_unsupported_types", &neuron::allow_unsupported_types, py::arg("allow"));
   m.def("unsupported_types_allowed", &neuron::unsupported_types_allowed);
   m.def("set_limit", [](int device, size_t bytes) { neuron::arena(device).set_limit(bytes); }, py::arg("device"), py::arg("bytes"));
