@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed-$(shell cksum setup.py | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-all check style clean
+.PHONY: help install demo test test-all conformance check style clean
 
 help:
 	@echo "make demo      fine-tune a model on two simulated NeuronCores and print what the planner says"
 	@echo "make test      the test suite (under 15 minutes on two cores)"
 	@echo "make test-all  the wider matrix"
+	@echo "make conformance  accelerate's own tests on the device; writes docs/conformance.md"
 	@echo "make check     ruff, mypy and the tests"
 	@echo "make style     format the code"
 
@@ -36,6 +37,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+conformance: $(STAMP)
+	$(BIN)/python -m tests.conformance
 
 check: $(STAMP)
 	$(BIN)/ruff check .
