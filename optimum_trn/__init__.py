@@ -1,14 +1,14 @@
 """Hugging Face training for AWS Trainium that runs on any machine.
 
-Importing the package installs the simulated NeuronCores as PyTorch's device `neuron`, unless OPTIMUM_TRN_DEVICE=cpu or the
-real Neuron device is there; transformers is imported when one of the names below is used first.
+Importing the package installs the simulated NeuronCores as PyTorch's device `neuron`, unless OPTIMUM_TRN_DEVICE=cpu or
+the real Neuron device is there; transformers is imported when one of the names below is used first.
 """
 
 import importlib
 import os
 from typing import Any
 
-from optimum_trn.device import device_type
+from optimum_trn.device import check_platform, device_type
 
 __version__ = "0.1.0.dev0"
 
@@ -29,7 +29,7 @@ _HOMES = {
 }
 """Where each public name is defined."""
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +45,8 @@ def __dir__() -> list[str]:
 
 
 if device_type() == "neuron":
+    check_platform()
     from optimum_trn.device.install import install
 
-    # A script that never asked for the package (see optimum_trn_autoload) waits for the compiler only if it uses the device.
+    # A script that never asked for the package (see optimum_trn_autoload) compiles only if it uses the device.
     install(load=os.environ.get("OPTIMUM_TRN_AUTOLOAD") != "1")

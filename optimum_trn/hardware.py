@@ -14,9 +14,9 @@ TERA = 1e12
 class ChipSpec:
     """One Trainium chip.
 
-    Rates are peaks of the whole chip: floating-point operations a second (dense) and bytes a second. `logical_core_size`
-    is how many physical NeuronCores the runtime joins to one logical core by default (LNC); where
-    `runs_torch_neuron` is False the hardware is driven through PyTorch/XLA and has no `torch.neuron`.
+    Rates are peaks of the whole chip: floating-point operations (dense) and bytes a second. `logical_core_size` is how
+    many physical NeuronCores the runtime joins to one logical core by default (LNC); where `runs_torch_neuron` is False
+    the hardware is driven through PyTorch/XLA and has no `torch.neuron`.
     """
 
     name: str
@@ -101,7 +101,8 @@ TRAINIUM2 = ChipSpec(
     hbm_bytes_per_second=2.9e12,
     neuronlink_bytes_per_second=1.28e12,
     runs_torch_neuron=True,
-    source="SDK: about-neuron/arch/neuron-hardware/trainium2.rst, neuron-features/logical-neuroncore-config.rst (2026-08-21)",
+    source="SDK: about-neuron/arch/neuron-hardware/trainium2.rst, "
+    "about-neuron/arch/neuron-features/logical-neuroncore-config.rst (2026-08-21)",
 )
 
 TRAINIUM3 = ChipSpec(
@@ -119,8 +120,8 @@ TRAINIUM3 = ChipSpec(
     source="SDK: about-neuron/arch/neuron-hardware/trainium3.rst (2026-08-21)",
 )
 
-# Core counts: SDK: archive/nxd-training/training-troubleshooting.rst names trn1.2xlarge, trn1.32xlarge and trn2.48xlarge;
-# trn1n.32xlarge has the same board as trn1.32xlarge, and trn2.3xlarge is one chip of trn2.48xlarge.
+# Core counts: SDK: archive/nxd-training/training-troubleshooting.rst names trn1.2xlarge, trn1.32xlarge and
+# trn2.48xlarge; trn1n.32xlarge has the same board as trn1.32xlarge, and trn2.3xlarge is one chip of trn2.48xlarge.
 INSTANCES: dict[str, InstanceSpec] = {
     spec.name: spec
     for spec in (
@@ -158,7 +159,7 @@ INSTANCES: dict[str, InstanceSpec] = {
             launchable_cores=(1, 4),
             host_memory_bytes=None,
             network_bits_per_second=None,
-            source="SDK: deploy/files/manifests/daemonset.yaml names it (2026-08-21); one chip by third-party price tables",
+            source="SDK: deploy/files/manifests/daemonset.yaml names it (2026-08-21); one chip by price tables",
         ),
         InstanceSpec(
             name="trn2.48xlarge",

@@ -1,7 +1,8 @@
 """The torch.compile backend `neuron`: PyTorch's own CPU code generator, run on zero-copy aliases of the core's tensors.
 
-As on the hardware, graphs have static shapes and there is one mode (github.com/aws-neuron/aws-neuron-sdk, frameworks/torch/
-pytorch-native-overview.rst, 2026-08-21). Nothing of the compiler is imported before torch.compile is used.
+As on the hardware, graphs have static shapes and there is one mode (github.com/aws-neuron/aws-neuron-sdk, file
+frameworks/torch/pytorch-native-overview.rst, 2026-08-21).
+Nothing of the compiler is imported before torch.compile is used.
 """
 
 import logging
@@ -25,7 +26,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 def compile_model(graph: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """What torch.compile(backend="neuron") calls with each captured graph.
 
-    Raises ValueError for a mode or options, which the backend does not have. A graph with symbolic shapes runs uncompiled.
+    Raises ValueError for a mode or options: there are none. A graph with symbolic shapes runs uncompiled.
     """
     if options:
         asked = ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -110,6 +111,7 @@ def _moved_to_cpu(graph: GraphModule, example_inputs: Sequence[Any]) -> list[Any
         node.args = torch.fx.node.map_aggregate(
             node.args, lambda value: cpu if isinstance(value, torch.device) and value.type == "neuron" else value
         )
+    assert fake_mode is not None, "torch.compile passes fake inputs"
     with fake_mode:
         inputs = [
             torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=cpu)
@@ -122,7 +124,7 @@ def _moved_to_cpu(graph: GraphModule, example_inputs: Sequence[Any]) -> list[Any
 
 
 class _RandomNumbersOfTheCore:
-    """While active, CPU kernels draw what a seed from the core's generator gives, and the CPU's own state is untouched."""
+    """While active, CPU kernels draw from a seed that the core's generator gave; the CPU's own state is untouched."""
 
     def __init__(self, active: bool):
         self.active = active

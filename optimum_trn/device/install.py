@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from optimum_trn.device import compiler, process_group, runtime
 from optimum_trn.device.build import is_built, load_extension
@@ -68,7 +69,7 @@ def install(load: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """Take back what accelerate and transformers see; PyTorch cannot forget the device's name, so `neuron` tensors go on."""
+    """Take back what accelerate and transformers see; PyTorch cannot forget a device, so `neuron` tensors go on."""
     while _undo:
         _undo.pop()()
 
@@ -80,14 +81,14 @@ def _name_the_device() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name not in ("privateuseone", "neuron"):
         raise RuntimeError(
-            f"PyTorch has one slot for an out-of-tree device, and {name!r} holds it. Uninstall that backend, or start with "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 so that it is not loaded."
+            f"PyTorch has one slot for an out-of-tree device, and {name!r} holds it. Uninstall that backend, or start "
+            "with TORCH_DEVICE_BACKEND_AUTOLOAD=0 so that it is not loaded."
         )
     if getattr(torch, "neuron", None) is runtime:
         return
-    torch.utils.rename_privateuse1_backend("neuron")
-    torch._register_device_module("neuron", runtime)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", runtime)  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend()
     torch.set_autocast_dtype("neuron", torch.bfloat16)
     _print_on_the_host()
 
@@ -103,10 +104,10 @@ def _hide_cuda() -> None:
     """CUDA would win in accelerate and transformers: hide it from this process, and say so."""
     if torch.version.cuda is None and torch.version.hip is None:
         return
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "CUDA is in use in this process, and accelerate and transformers would choose it over the simulated NeuronCores. "
-            "Import optimum_trn before anything uses CUDA, or start with CUDA_VISIBLE_DEVICES='' in the environment."
+            "CUDA is in use in this process, and accelerate and transformers would choose it over the simulated "
+            "NeuronCores. Import optimum_trn before anything uses CUDA, or start with CUDA_VISIBLE_DEVICES=''."
         )
     if torch.cuda.is_available():
         _set_environment("CUDA_VISIBLE_DEVICES", "")
@@ -123,8 +124,8 @@ def _hide_xla() -> None:
     too_late = [name for name in AVAILABILITY_CHECKS if name in sys.modules]
     if too_late:
         raise RuntimeError(
-            f"torch_xla is installed and {too_late[0].partition('.')[0]} is imported already, so that it would choose XLA over "
-            "the simulated NeuronCores. Import optimum_trn first, or start with USE_TORCH_XLA=0 in the environment."
+            f"torch_xla is installed and {too_late[0].partition('.')[0]} is imported already, so that it would choose "
+            "XLA over the simulated NeuronCores. Import optimum_trn first, or start with USE_TORCH_XLA=0."
         )
     _set_environment("USE_TORCH_XLA", "0")
     logger.warning("torch_xla is installed; it is switched off in this process, which runs on simulated NeuronCores.")
@@ -147,12 +148,16 @@ def _set_environment(name: str, value: str) -> None:
 
 
 def _announce_package() -> None:
-    """Both libraries look for the spec of `torch_neuronx` and then ask `torch.neuron`; nothing is called on the package."""
+    """Both libraries look for the spec of `torch_neuronx` and then ask `torch.neuron`; they call nothing on it."""
     package = ModuleType(PACKAGE, "Stands for the Neuron device package while optimum_trn simulates it.")
     package.__spec__ = ModuleSpec(PACKAGE, loader=None)
     package.__dict__["simulated_by"] = "optimum_trn"
     sys.modules[PACKAGE] = package
-    _undo.append(lambda: sys.modules.pop(PACKAGE, None) and None)
+
+    def forget() -> None:
+        sys.modules.pop(PACKAGE, None)
+
+    _undo.append(forget)
 
 
 def _forget_answers() -> None:
@@ -201,7 +206,7 @@ def _after_import(name: str, function: Callable[[ModuleType], None]) -> None:
 
 
 def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
-    """accelerate refuses fp16 late, by a list of other devices, and looks for CUDA's fp8 libraries; name the way out."""
+    """accelerate refuses fp16 by a list of other devices, and looks for CUDA's fp8 libraries; name the way out."""
     state = state_module.__dict__["AcceleratorState"]
     initialise = state.__init__
 
@@ -211,9 +216,9 @@ def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
         on_cpu = cpu or state_module.__dict__["parse_flag_from_env"]("ACCELERATE_USE_CPU")
         if wanted in ("fp16", "fp8") and (not on_cpu if known is None else known.type == "neuron"):
             raise ValueError(
-                f"Mixed precision {wanted} is not for Neuron devices: fp16 needs loss scaling and fp8 kernels of other vendors, "
-                "and a NeuronCore has neither. Use bfloat16: bf16=True in TrainingArguments, mixed_precision='bf16' in "
-                "Accelerator, or --mixed_precision bf16 for accelerate launch."
+                f"Mixed precision {wanted} is not for Neuron devices: fp16 needs loss scaling and fp8 kernels of other "
+                "vendors, and a NeuronCore has neither. Use bfloat16: bf16=True in TrainingArguments, "
+                "mixed_precision='bf16' in Accelerator, or --mixed_precision bf16 for accelerate launch."
             )
         initialise(self, mixed_precision, cpu, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Tells process groups that a peer process died: one TCP connection to each peer, which the kernel closes with the process.
+"""Tells process groups that a peer died: one TCP connection to each, which the kernel closes with the process.
 
 A process that ends in order says so first, so that the ranks that are still busy with each other go on undisturbed.
 """
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 HELLO = b"neuron-peer %s\n"
 LEAVING = b"L"
@@ -190,12 +190,12 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def announce(store: dist.Store, rank: int) -> None:
+def announce(store: Store, rank: int) -> None:
     """Publish this process's address in a new group's store."""
     store.set(f"neuron/peer/{rank}", _start().address)
 
 
-def watch(store: dist.Store, size: int, group: Group) -> None:
+def watch(store: Store, size: int, group: Group) -> None:
     """Fail `group` when a process that announced itself in its store dies."""
     peers = _start()
     peers.watch({store.get(f"neuron/peer/{rank}").decode(): rank for rank in range(size)}, group)

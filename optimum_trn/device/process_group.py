@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
 
 from optimum_trn.device import liveness
 from optimum_trn.device.build import load_extension
@@ -17,10 +18,11 @@ def register() -> None:
     dist.Backend.register_backend(NAME, create, devices=["neuron", "cpu"])
 
 
-def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
     liveness.announce(store, rank)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    group = load_extension().ProcessGroupNeuron(gloo)
-    liveness.watch(store, size, group.state)
+    extension = load_extension()
+    group: Backend = extension.ProcessGroupNeuron(gloo)
+    liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
     return group

@@ -1,8 +1,8 @@
 """The `torch.neuron` module: the simulated cores of one process, under the API of the native Neuron backend.
 
 The names and error texts are those of TorchNeuron (github.com/aws-neuron/aws-neuron-sdk, frameworks/torch/
-pytorch-native-overview.rst, 2026-08-21). Importing this module, counting cores and seeding create nothing; the extension
-is loaded, and the core chosen, on the first real use.
+pytorch-native-overview.rst, 2026-08-21). Importing this module, counting cores and seeding create nothing; the core is
+chosen on the first real use.
 """
 
 import logging
@@ -88,9 +88,10 @@ def visible_cores() -> tuple[int, ...]:
     contiguous = cores == tuple(range(cores[0], cores[0] + len(cores)))
     if len(cores) not in launchable or (contiguous and cores[0] % len(cores) != 0):
         raise RuntimeError(
-            f"NeuronCore(s) not available - Requested:nc{cores[0]}-nc{cores[-1]} Available:{total}. A job on {spec.name} "
-            f"takes {_alternatives(launchable)} cores, starting at a multiple of that count, but {len(cores)} starting at "
-            f"core {cores[0]} were asked for; change NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES."
+            f"NeuronCore(s) not available - Requested:nc{cores[0]}-nc{cores[-1]} Available:{total}. A job on "
+            f"{spec.name} takes {_alternatives(launchable)} cores, starting at a multiple of that count, but "
+            f"{len(cores)} starting at core {cores[0]} were asked for; change NEURON_RT_VISIBLE_CORES or "
+            "NEURON_RT_NUM_CORES."
         )
     return cores
 
@@ -106,8 +107,9 @@ def _local_core(count: int) -> int:
         return 0  # every process was given its own core by name
     if max(local_rank + 1, local_world) > count:
         raise RuntimeError(
-            f"{max(local_rank + 1, local_world)} local processes, but {instance().name} shows {count} logical NeuronCores, "
-            f"one per process. Start at most {count}, or simulate a larger instance: OPTIMUM_TRN_INSTANCE=trn2.48xlarge."
+            f"{max(local_rank + 1, local_world)} local processes, but {instance().name} shows {count} logical "
+            f"NeuronCores, one per process. Start at most {count}, or simulate a larger instance: "
+            "OPTIMUM_TRN_INSTANCE=trn2.48xlarge."
         )
     launchable = instance().launchable(logical_core_size())
     if local_rank == 0 and local_world not in launchable:
