@@ -23,6 +23,8 @@ from types import ModuleType
 
 import torch
 
+from optimum_trn.device import check_platform
+
 NAME = "_neuron"
 SOURCES = Path(__file__).with_name("csrc")
 PREBUILT = Path(__file__).with_name("prebuilt")
@@ -72,11 +74,7 @@ def is_built() -> bool:
 
 
 def _find_or_build() -> ModuleType:
-    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise ImportError(
-            f"The simulated NeuronCores need Linux on x86-64 or aarch64, and this is {sys.platform} on {platform.machine()}. "
-            "Run inside a Linux container, or set OPTIMUM_TRN_DEVICE=cpu to use everything but the device."
-        )
+    check_platform()
     name = key()
     for directory in (PREBUILT / name, cache_directory() / name):
         if _is_whole(directory) and (module := _load(directory)) is not None:
