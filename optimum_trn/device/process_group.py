@@ -22,6 +22,7 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
     liveness.announce(store, rank)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo.barrier().wait()  # or a rank that is done at once would close connections that others are still making
     extension = load_extension()
     group: Backend = extension.ProcessGroupNeuron(gloo)
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
