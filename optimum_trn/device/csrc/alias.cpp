@@ -59,7 +59,9 @@ at::Tensor from_cpu(const at::Tensor& tensor, int device) {
   const size_t bytes = cpu->nbytes();
   if (bytes != 0 && arena_of(cpu->data()) != existing_arena(device)) {
     AllocateOnCore on_core(device);
-    auto inside = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, c10::GetCPUAllocator(), /*resizable=*/true);
+    auto inside = at_operator_boundary([&] {
+      return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, c10::GetCPUAllocator(), /*resizable=*/true);
+    });
     std::memcpy(inside->mutable_data(), cpu->data(), bytes);
     cpu = std::move(inside);
   }
@@ -94,11 +96,7 @@ void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   c10::StorageImpl* cpu = cpu_storage(storage);
   TORCH_CHECK(cpu, "Trying to resize storage that is not resizable");
   AllocateOnCore on_core(device);
-  try {
-    at::native::resize_bytes_cpu(cpu, bytes);
-  } catch (const ArenaFull& full) {
-    raise_out_of_memory(full.shortage);
-  }
+  at_operator_boundary([&] { at::native::resize_bytes_cpu(cpu, bytes); });
   refresh(storage, *cpu);
 }
 

@@ -34,6 +34,7 @@ std::mutex creation;
 Arena* existing_arena(int device) { return arenas[device].load(std::memory_order_acquire); }
 
 Arena& arena(int device) {
+  require_not_forked();
   if (Arena* existing = existing_arena(device)) return *existing;
   ensure_configured();
   std::lock_guard<std::mutex> lock(creation);
@@ -121,12 +122,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     const int device = current_device();
     ensure_configured();
     AllocateOnCore on_core(device);
-    try {
+    return at_operator_boundary([&] {
       return own(
           c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, c10::GetCPUAllocator(), /*resizable=*/true), device);
-    } catch (const ArenaFull& full) {
-      raise_out_of_memory(full.shortage);
-    }
+    });
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 

@@ -39,6 +39,18 @@ struct ArenaFull : std::exception {
 
 [[noreturn]] void raise_out_of_memory(const Shortage& shortage);
 
+// Runs what may allocate on a core, and turns a shortage into the error a user sees, when the temporaries of `work` are gone.
+template <class Work>
+decltype(auto) at_operator_boundary(Work&& work) {
+  std::optional<Shortage> shortage;
+  try {
+    return work();
+  } catch (const ArenaFull& full) {
+    shortage = full.shortage;
+  }
+  raise_out_of_memory(*shortage);
+}
+
 // The CPU storage behind a device storage. A device storage is a shell: its data pointer's context owns the CPU storage.
 c10::StorageImpl* cpu_storage(const c10::StorageImpl& device_storage);
 // A data pointer for a device storage that shares ownership of `storage`, which becomes a tensor's storage of its core.

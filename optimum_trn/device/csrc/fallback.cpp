@@ -165,8 +165,12 @@ void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* sta
       op.schema().name(),
       ")");
   if (aliases.device < 0) aliases.device = current_device();
+  // A generator takes part in the dispatch: a CPU tensor that is to be filled from a core's generator arrives here too.
+  TORCH_CHECK(
+      !generator || !aliases.pairs.empty() || !aliases.host,
+      "Expected a 'cpu' device type for generator but found 'neuron'");
   if (generator) *generator = draw(generator->isNone() ? default_generator(aliases.device) : generator->toGenerator());
-  try {
+  at_operator_boundary([&] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     AllocateOnCore on_core(aliases.device);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -184,9 +188,7 @@ void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* sta
         value = std::move(list);
       }
     }
-  } catch (const ArenaFull& full) {
-    raise_out_of_memory(full.shortage);
-  }
+  });
 }
 
 // One operator's kernel: the plan is made on its first call.

@@ -97,7 +97,7 @@ Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
 Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
   require_not_forked();
   AllocateOnCore on_core(destination.device().type() == kNeuron ? destination.device().index() : -1);
-  to_cpu(destination).copy_(to_cpu(self), non_blocking);
+  at_operator_boundary([&] { to_cpu(destination).copy_(to_cpu(self), non_blocking); });
   return destination;
 }
 
@@ -116,11 +116,7 @@ const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optiona
   Tensor cpu = to_cpu(self);
   {
     AllocateOnCore on_core(self.device().index());
-    try {
-      cpu.resize_(C10_AS_INTARRAYREF_SLOW(size), format);
-    } catch (const ArenaFull& full) {
-      raise_out_of_memory(full.shortage);
-    }
+    at_operator_boundary([&] { cpu.resize_(C10_AS_INTARRAYREF_SLOW(size), format); });
   }
   follow(self, cpu);
   return self;
