@@ -43,6 +43,8 @@ OWNERS = (
 NAMED_IN_STRINGS = (
     "accelerate.utils.imports.is_neuron_available",
     "transformers.utils.import_utils.is_torch_neuron_available",
+    "transformers.PreTrainedModel:_check_and_adjust_attn_implementation",
+    "transformers.modeling_utils.get_hf_quantizer",
     "torch._tensor_str.tensor_totype",
     "torch.utils.rename_privateuse1_backend",
     "torch.utils.generate_methods_for_privateuse1_backend",
@@ -52,6 +54,7 @@ NAMED_IN_STRINGS = (
 WRITTEN_BY_US = {
     "_is_hf_initialized": "transformers.initialization",
     "_is_accelerate_prepared": "accelerate.accelerator",
+    "_boxed_call": "torch._functorch._aot_autograd.utils",
 }
 """Attributes that we set for a library to read, and the module whose source reads them."""
 

@@ -5,6 +5,7 @@ discoverable (accelerate and transformers ask for both), registers the process g
 the device's random state to the checkpoints of `transformers.Trainer`, which saves that of other accelerators only.
 """
 
+import functools
 import importlib.util
 import logging
 import os
@@ -97,7 +98,12 @@ def _print_on_the_host() -> None:
     """Printing looks at a tensor's values in float64, which the core has not: look at a copy on the host."""
     printing: Any = torch._tensor_str
     to_float64 = printing.tensor_totype
-    printing.tensor_totype = lambda tensor: to_float64(tensor.cpu() if tensor.device.type == "neuron" else tensor)
+
+    @functools.wraps(to_float64)
+    def on_the_host(tensor: torch.Tensor) -> torch.Tensor:
+        return to_float64(tensor.cpu() if tensor.device.type == "neuron" else tensor)
+
+    printing.tensor_totype = on_the_host
 
 
 def _hide_cuda() -> None:
@@ -235,6 +241,7 @@ def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
         several = self.args.world_size > 1
         return Path(directory) / (f"rng_state_{self.args.process_index}.pth" if several else "rng_state.pth")
 
+    @functools.wraps(save)
     def _save_rng_state(self: Any, output_dir: str) -> None:
         save(self, output_dir)
         if self.args.device.type != "neuron":
@@ -244,6 +251,7 @@ def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
             states = torch.load(file, weights_only=True)
         torch.save({**states, "neuron": runtime.get_rng_state()}, file)
 
+    @functools.wraps(load)
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         load(self, checkpoint)
         if checkpoint is None or not rng_file(self, checkpoint).is_file():
