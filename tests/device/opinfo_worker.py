@@ -7,7 +7,6 @@ a crash names its operator: the line {"op": ..., "started": true} without a resu
 import json
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ import optimum_trn  # noqa: F401  (installs the device)
 from optimum_trn.device.build import load_extension
 
 manual_seed = torch.manual_seed
-MAX_SAMPLES = 40  # per operator and dtype; a few operators have thousands
+HOST_ARGUMENTS = {"tensor_split"}  # whose tensor argument must be on the CPU, says the documentation
 
 
 def to_device(device: str, value: Any) -> Any:
@@ -33,16 +32,19 @@ def to_device(device: str, value: Any) -> Any:
     return pytree.tree_map(move, value)
 
 
-def run(op: Callable[..., Any], sample: Any, device: str, seed: int, with_grad: bool) -> tuple[list[Any], list[Any]]:
+def run(op: Any, sample: Any, device: str, seed: int, with_grad: bool) -> tuple[list[Any], list[Any]]:
     """Outputs and input gradients of one sample, as CPU tensors."""
     inputs, args, kwargs = to_device(device, (sample.input, sample.args, sample.kwargs))
+    if op.name in HOST_ARGUMENTS:
+        args = sample.args
     # The database seeds random operators itself; adding to every seed shows which operators draw at all.
     with mock.patch.object(torch, "manual_seed", lambda value: manual_seed(value + seed)):
         torch.manual_seed(0)
         outputs = op(inputs, *args, **kwargs)
     leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
     wrong = [x.device for x in leaves if x.device.type != device]
-    if wrong:
+    moved = [x for x in pytree.tree_leaves((inputs, args, kwargs)) if isinstance(x, (torch.Tensor, torch.device))]
+    if wrong and moved:  # a factory that was given no device answers on the CPU
         raise AssertionError(f"output on {wrong[0]}")
     gradients: list[Any] = []
     if with_grad:

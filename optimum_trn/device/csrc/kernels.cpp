@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
 #include "alias.h"
@@ -94,6 +95,12 @@ Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
   return result;
 }
 
+// A view as another type is made without an allocation, so the type is checked here.
+Tensor view_as_type(const Tensor& self, c10::ScalarType type) {
+  require_supported(type);
+  return at::native::view_dtype(self, type);
+}
+
 Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
   require_not_forked();
   AllocateOnCore on_core(destination.device().type() == kNeuron ? destination.device().index() : -1);
@@ -162,6 +169,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_efficientzerotensor", efficient_zero_tensor);
   library.impl("as_strided", as_strided);
   library.impl("view", view);
+  library.impl("view.dtype", view_as_type);
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar_dense);
