@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = "torch_neuronx"
 TRAINER = "transformers.trainer"
 ACCELERATOR_STATE = "accelerate.state"
+MODELS = "transformers.modeling_utils"
 AVAILABILITY_CHECKS = {
     "accelerate.utils.imports": "is_neuron_available",
     "transformers.utils.import_utils": "is_torch_neuron_available",
@@ -64,6 +65,7 @@ def install(load: bool = True) -> None:
     _undo.append(_forget_answers)
     _after_import(compiler.REGISTRY, compiler.register)
     _after_import(ACCELERATOR_STATE, _refuse_mixed_precision_the_core_has_not)
+    _after_import(MODELS, _refuse_kernels_of_other_vendors)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
     if load or is_built():
         load_extension()
@@ -101,7 +103,8 @@ def _print_on_the_host() -> None:
 
     @functools.wraps(to_float64)
     def on_the_host(tensor: torch.Tensor) -> torch.Tensor:
-        return to_float64(tensor.cpu() if tensor.device.type == "neuron" else tensor)
+        values: torch.Tensor = to_float64(tensor.cpu() if tensor.device.type == "neuron" else tensor)
+        return values
 
     printing.tensor_totype = on_the_host
 
@@ -230,6 +233,46 @@ def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
 
     state.__init__ = __init__
     _undo.append(lambda: setattr(state, "__init__", initialise))
+
+
+def _refuse_kernels_of_other_vendors(models_module: ModuleType) -> None:
+    """transformers would ask to install CUDA packages for flash attention and quantization; name the way out."""
+    model_class = models_module.__dict__["PreTrainedModel"]
+    check_attention, get_quantizer = (
+        model_class._check_and_adjust_attn_implementation,
+        models_module.__dict__["get_hf_quantizer"],
+    )
+
+    @functools.wraps(check_attention)
+    def _check_and_adjust_attn_implementation(self: Any, attn_implementation: str | None, *args: Any, **kw: Any) -> Any:
+        if attn_implementation is not None and "flash" in attn_implementation:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is a kernel for CUDA devices. On a NeuronCore use "
+                "attn_implementation='sdpa' (the default), which runs as one fused operator."
+            )
+        return check_attention(self, attn_implementation, *args, **kw)
+
+    @functools.wraps(get_quantizer)
+    def get_hf_quantizer(config: Any, quantization_config: Any, device_map: Any, *args: Any, **kw: Any) -> Any:
+        asked = quantization_config or getattr(config, "quantization_config", None) or {}
+        options = asked if isinstance(asked, dict) else vars(asked)
+        method = getattr(options.get("quant_method"), "value", options.get("quant_method"))
+        # GGUF is a file format: its weights are plain once read.
+        if asked and method != "gguf" and device_map != "cpu" and not options.get("dequantize"):
+            raise ValueError(
+                f"Quantized weights ({method}) need kernels that a NeuronCore has not. Load the unquantized checkpoint "
+                "in bfloat16 (dtype='bfloat16'), set dequantize=True in the quantization config where it has that, or "
+                "load with device_map='cpu'."
+            )
+        return get_quantizer(config, quantization_config, device_map, *args, **kw)
+
+    def restore() -> None:
+        model_class._check_and_adjust_attn_implementation = check_attention
+        models_module.__dict__["get_hf_quantizer"] = get_quantizer
+
+    model_class._check_and_adjust_attn_implementation = _check_and_adjust_attn_implementation
+    models_module.__dict__["get_hf_quantizer"] = get_hf_quantizer
+    _undo.append(restore)
 
 
 def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:

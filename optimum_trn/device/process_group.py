@@ -22,7 +22,8 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
     liveness.announce(store, rank)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    gloo.barrier().wait()  # or a rank that is done at once would close connections that others are still making
+    # Or a rank that is done at once would close connections that others are still making.
+    gloo.barrier().wait()  # type: ignore[attr-defined]
     extension = load_extension()
     group: Backend = extension.ProcessGroupNeuron(gloo)
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
