@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
 from optimum_trn.errors import MeshError
+from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
 
 DATA_AXIS = "dp"
 TENSOR_AXIS = "tp"
@@ -19,10 +21,12 @@ TENSOR_AXIS = "tp"
 class ParallelConfig:
     """The degrees of parallelism; data parallel is what is left of the world size.
 
-    Raises `MeshError` when a degree is not a positive integer.
+    With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding a
+    run of the sequence.  Raises `MeshError` when a degree is not a positive integer.
     """
 
     tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -33,9 +37,11 @@ class ParallelConfig:
         """How many copies of the model `world_size` ranks hold; `MeshError` if the degrees do not divide it."""
         if world_size % self.tensor_parallel_size:
             legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            alone = " accelerate launch starts one process unless OPTIMUM_TRN_AUTOLOAD=1 shows it the simulated cores."
             raise MeshError(
                 f"tensor_parallel_size {self.tensor_parallel_size} does not divide the world size {world_size}. "
                 f"Start a multiple of {self.tensor_parallel_size} processes, or choose one of {legal}."
+                f"{alone if world_size == 1 else ''}"
             )
         return world_size // self.tensor_parallel_size
 
@@ -69,6 +75,18 @@ class RankGroup:
         self.process_group = process_group
         self.rank: int = dist.get_rank(process_group)
         self.size: int = dist.get_world_size(process_group)
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What a sharded block reads, which all ranks hold: its gradient is the sum of their partial ones."""
+        return copy_to_group(tensor, self.process_group)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """What a sharded block gives: the sum of the ranks' partial results, on all of them."""
+        return reduce_from_group(tensor, self.process_group)
+
+    def parameter(self, parameter: Tensor) -> Tensor:
+        """A whole parameter that is used after a block has been left."""
+        return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
         return self

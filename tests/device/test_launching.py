@@ -79,6 +79,14 @@ def test_accelerate_launch(tmp_path, autoload, options, expected):
     assert reports(done.stdout) == expected
 
 
+def test_a_trainer_that_was_asked_for_more_than_the_launcher_started_says_so():
+    from optimum_trn import ParallelConfig
+    from optimum_trn.errors import MeshError
+
+    with pytest.raises(MeshError, match="starts one process unless OPTIMUM_TRN_AUTOLOAD=1"):
+        ParallelConfig(tensor_parallel_size=2).data_parallel_size(1)
+
+
 def test_notebook_launcher_forks_before_first_use(tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(
