@@ -35,10 +35,11 @@ OWNERS = (
     "torch.nn.Module",
     "torch.Tensor",
     "torch.UntypedStorage",
+    "torch._dynamo.backends.registry",
     "torch._ops.OpOverload",
     "torch.utils.data.RandomSampler",
 )
-"""Classes whose private attributes we use; their instance attributes count if their source assigns them."""
+"""Classes and modules whose private attributes we use; their instance attributes count if their source assigns them."""
 
 NAMED_IN_STRINGS = (
     "accelerate.utils.imports.is_neuron_available",
