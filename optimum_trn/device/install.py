@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = "torch_neuronx"
 TRAINER = "transformers.trainer"
 ACCELERATOR_STATE = "accelerate.state"
+ACCELERATE_CHECKS = "accelerate.utils.imports"
 MODELS = "transformers.modeling_utils"
 AVAILABILITY_CHECKS = {
     "accelerate.utils.imports": "is_neuron_available",
@@ -64,6 +65,7 @@ def install(load: bool = True) -> None:
     _forget_answers()
     _undo.append(_forget_answers)
     _after_import(compiler.REGISTRY, compiler.register)
+    _after_import(ACCELERATE_CHECKS, _say_that_fp16_is_not_available)
     _after_import(ACCELERATOR_STATE, _refuse_mixed_precision_the_core_has_not)
     _after_import(MODELS, _refuse_kernels_of_other_vendors)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
@@ -212,6 +214,25 @@ def _after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     finder = _AfterImport(name, function)
     sys.meta_path.insert(0, finder)
     _undo.append(lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
+
+
+def _say_that_fp16_is_not_available(checks_module: ModuleType) -> None:
+    """accelerate refuses fp16 on Neuron devices, but says that it is available on all devices but one."""
+    answer = checks_module.__dict__["is_fp16_available"]
+
+    @functools.wraps(answer)
+    def is_fp16_available() -> bool:
+        return answer() and not checks_module.__dict__["is_neuron_available"]()
+
+    # Where accelerate is imported already, its package holds the function under the same name.
+    modules = [checks_module, *filter(None, [sys.modules.get("accelerate.utils")])]
+
+    def put(function: Callable[[], bool]) -> None:
+        for module in modules:
+            module.__dict__["is_fp16_available"] = function
+
+    put(is_fp16_available)
+    _undo.append(lambda: put(answer))
 
 
 def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:

@@ -70,11 +70,11 @@ def _name(target: str, through: str | None) -> str:
 
 
 def _script(entry: dict[str, Any]) -> Run:
-    through, fails, environment = entry.get("through"), entry.get("fails"), entry.get("environment", {})
+    fails, environment = entry.get("fails"), entry.get("environment", {})
     module = f"{SCRIPTS}.{entry['script']}"
     return Run(
-        name=" ".join([_name(entry["script"], through), *(f"{key}={value}" for key, value in environment.items())]),
-        command=("torch.distributed.run", "--nproc-per-node", "2", "-m", *([through] if through else []), module),
+        name=" ".join([entry["script"], *(f"{key}={value}" for key, value in environment.items())]),
+        command=("torch.distributed.run", "--nproc-per-node", "2", "-m", module),
         passed=0 if fails else 1,
         failed={SCRIPT_TESTS: fails} if fails else {},
         environment=environment,
