@@ -16,14 +16,15 @@ from optimum_trn.patching.styles import (
     ColumnWise,
     RowWise,
     Style,
-    SummedGradients,
     VocabParallel,
     VocabParallelHead,
 )
-from optimum_trn.patching.wrappers import Decomposed, Forward, Fused, RankRandom, Recomputed, Replaced
+from optimum_trn.patching.wrappers import Decomposed, Forward, Fused, RankRandom, Recomputed, Replaced, Wrapper
 
-OWN_FORWARD = (ColumnWise, RowWise, VocabParallel, VocabParallelHead, SummedGradients, WholeNorm)
+OWN_FORWARD = (ColumnWise, RowWise, VocabParallel, VocabParallelHead, WholeNorm)
 """The styles that compute something else than the stock forward of their module."""
+
+Kinds = tuple[type, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ReplaceForward(Primitive):
 
     def check(self, actions: Sequence[Action], styles: Mapping[str, Sequence[Style]]) -> None:
         for path, _ in actions:
-            _refuse_beside(path, "replace", styles, (*OWN_FORWARD, PerHead))
+            _refuse_after(path, Replaced, styles, (*OWN_FORWARD, PerHead, Wrapper))
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ class Fuse(Primitive):
     def check(self, actions: Sequence[Action], styles: Mapping[str, Sequence[Style]]) -> None:
         for path, _ in actions:
             members = [f"{path}.{name}" for name in self.linears]
+            for member in members:
+                _refuse_after(member, Fused, styles, (Wrapper,))
             cut = {tuple(_computing(styles.get(member, ()))) for member in members}
             kinds = {tuple((type(style), getattr(style, "copies_input", None)) for style in own) for own in cut}
             if len(kinds) > 1 or not all(isinstance(style, ColumnWise) for own in cut for style in own):
@@ -143,7 +146,7 @@ class Decompose(Primitive):
 
     def check(self, actions: Sequence[Action], styles: Mapping[str, Sequence[Style]]) -> None:
         for path, _ in actions:
-            _refuse_beside(path, "decompose", styles, (SummedGradients, VocabParallelHead))
+            _refuse_after(path, Decomposed, styles, (VocabParallelHead, Wrapper))
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,13 @@ def _computing(styles: Sequence[Style]) -> list[Style]:
     return [style for style in styles if isinstance(style, OWN_FORWARD)]
 
 
-def _refuse_beside(path: str, primitive: str, styles: Mapping[str, Sequence[Style]], kinds: tuple[type, ...]) -> None:
-    own = [type(style).__name__ for style in styles.get(path, ()) if isinstance(style, kinds)]
-    if own:
-        raise PlanError(f"{path}: {primitive} would drop what {own[0]} computes there. Leave out one of the two.")
+def _refuse_after(path: str, wrapper: type, styles: Mapping[str, Sequence[Style]], kinds: Kinds) -> None:
+    """Raises `PlanError` if the forward that `wrapper` does without is more than the stock one."""
+    for style in styles.get(path, ()):
+        if isinstance(style, wrapper):
+            return
+        if isinstance(style, kinds):
+            dropped, name = type(style).__name__, wrapper.__name__
+            raise PlanError(
+                f"{path}: {name} would drop what {dropped} does there. Leave one out, or record {name} first."
+            )

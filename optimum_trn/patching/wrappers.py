@@ -41,6 +41,14 @@ class WrappingForward:
         rule = self.wrapped.rules.get(name) if isinstance(self.wrapped, RuledForward) else None
         return parameter if parameter is None or rule is None else rule(parameter)
 
+    def twin(self) -> nn.Module:
+        """What shares all with the module but has its parameters for one forward pass, and its stock forward."""
+        twin = object.__new__(type(self.module))
+        twin.__dict__ = copy.copy(self.module.__dict__)
+        del twin.__dict__["forward"]
+        twin.__dict__["_parameters"] = {name: self.parameter(name) for name in self.module._parameters}
+        return twin
+
     @staticmethod
     def remove(module: nn.Module) -> None:
         """Takes the outermost wrapper off."""
@@ -67,7 +75,7 @@ class ReplacedForward(WrappingForward):
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.module, *args, **kwargs)
+        return self.function(self.twin(), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -148,13 +156,10 @@ class DecomposedForward(WrappingForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, RowParallelLinear):
             return self.stock(*args, **kwargs)  # it adds its bias after the sum of all ranks in any case
-        # A twin that shares all but the bias; the module itself keeps its names and parameters.
-        twin = object.__new__(type(self.module))
-        twin.__dict__ = copy.copy(self.module.__dict__)
-        twin.__dict__["_parameters"] = {"weight": self.parameter("weight"), "bias": None}
-        bias = self.parameter("bias")
-        assert bias is not None
-        return type(self.module).forward(twin, *args, **kwargs) + bias
+        twin = self.twin()
+        bias = twin._parameters["bias"]
+        twin._parameters["bias"] = None
+        return twin.forward(*args, **kwargs) + bias
 
 
 @dataclass(frozen=True)
