@@ -128,14 +128,18 @@ def _ninja() -> str:
         return os.path.join(ninja.BIN_DIR, "ninja")
     found = shutil.which("ninja")
     if found is None:
-        raise ImportError("The simulated NeuronCores are compiled on first use, and ninja is missing: `pip install ninja`.")
+        raise ImportError(
+            "The simulated NeuronCores are compiled on first use, and ninja is missing: `pip install ninja`."
+        )
     return found
 
 
 def _ninja_file(compiler: str) -> str:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
-    flags = f"{FLAGS} -D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())} " + " ".join(f"-isystem {path}" for path in includes)
+    flags = f"{FLAGS} -D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())} " + " ".join(
+        f"-isystem {path}" for path in includes
+    )
     lines = [
         f"rule compile\n  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {compiler} -shared $in -L{root / 'lib'} {LIBRARIES} -Wl,-rpath,{root / 'lib'} -o $out",
@@ -169,7 +173,10 @@ def _load(directory: Path) -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:  # built against another library of the same version, say
-        print(f"optimum_trn: the compiled device in {directory} cannot be loaded ({error}); building it again.", file=sys.stderr)
+        print(
+            f"optimum_trn: the compiled device in {directory} cannot be loaded ({error}); building it again.",
+            file=sys.stderr,
+        )
         return None
     return module
 
@@ -182,6 +189,10 @@ def _exclusive(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("optimum_trn: waiting for another process that compiles the simulated NeuronCores.", file=sys.stderr, flush=True)
+            print(
+                "optimum_trn: waiting for another process that compiles the simulated NeuronCores.",
+                file=sys.stderr,
+                flush=True,
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -37,7 +37,10 @@ def raise_out_of_memory(device: int, requested: int, limit: int, tensors: int, s
     rows = [*usage_by_category(device, tensors).items(), ("kernel scratch", scratch)]
     total = tensors + scratch
     table = [f"  {name:<18}{_size(count):>12}" for name, count in rows] + [f"  {'total':<18}{_size(total):>12}"]
-    table += [f"  {'requested':<18}{_size(requested):>12}", f"  {'limit':<18}{_size(total + limit if host else limit):>12}"]
+    table += [
+        f"  {'requested':<18}{_size(requested):>12}",
+        f"  {'limit':<18}{_size(total + limit if host else limit):>12}",
+    ]
     raise NeuronOutOfMemoryError("\n".join([head, *table, ADVICE_HOST if host else ADVICE_CORE]))
 
 
@@ -45,7 +48,11 @@ def usage_by_category(device: int, tensors: int) -> dict[str, int]:
     """Bytes of a core's `tensors` bytes by what they serve; what no live object explains counts as activations."""
     # issubclass, not isinstance: the latter asks arbitrary objects for their __class__, which may run code.
     live = gc.get_objects()
-    parameters = [x for x in live if issubclass(type(x), torch.Tensor) and (issubclass(type(x), nn.Parameter) or getattr(x, "_is_param", False))]
+    parameters = [
+        x
+        for x in live
+        if issubclass(type(x), torch.Tensor) and (issubclass(type(x), nn.Parameter) or getattr(x, "_is_param", False))
+    ]
     states = [
         value
         for optimizer in live

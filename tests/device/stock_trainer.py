@@ -33,10 +33,15 @@ rows = [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def shares_of_right_tokens(prediction):
-    return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean()), "rows": len(prediction.label_ids)}
+    return {
+        "right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean()),
+        "rows": len(prediction.label_ids),
+    }
 
 
-trainer = Trainer(model, arguments, train_dataset=rows[:32], eval_dataset=rows[32:], compute_metrics=shares_of_right_tokens)
+trainer = Trainer(
+    model, arguments, train_dataset=rows[:32], eval_dataset=rows[32:], compute_metrics=shares_of_right_tokens
+)
 trainer.train()
 report = {
     "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -47,7 +52,9 @@ report = {
     is trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings().weight,
 }
 if not tensor_parallel:  # transformers' tensor-parallel evaluation counts rows twice
-    report["evaluation"] = {name: value for name, value in trainer.evaluate().items() if name in ("eval_loss", "eval_right", "eval_rows")}
+    report["evaluation"] = {
+        name: value for name, value in trainer.evaluate().items() if name in ("eval_loss", "eval_right", "eval_rows")
+    }
 if trainer.is_world_process_zero():
     with open(report_file, "w") as file:
         json.dump(report, file)

@@ -14,7 +14,9 @@ from optimum_trn.device import build
 
 def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(text)], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture

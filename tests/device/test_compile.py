@@ -6,7 +6,12 @@ import torch.nn as nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
 )
 
 

@@ -101,7 +101,11 @@ def test_lists_and_optional_lists():
 def test_conjugate_and_negative_views():
     x = torch.randn(4, 4, dtype=torch.complex64)
     y = x.to("neuron")
-    assert y.conj().is_conj() and torch.equal(y.conj().cpu(), x.conj()) and torch.equal((y.conj() @ y.mH).cpu(), x.conj() @ x.mH)
+    assert (
+        y.conj().is_conj()
+        and torch.equal(y.conj().cpu(), x.conj())
+        and torch.equal((y.conj() @ y.mH).cpu(), x.conj() @ x.mH)
+    )
     assert y.conj().imag.is_neg() and torch.equal(y.conj().imag.cpu(), x.conj().imag)
     assert torch.equal(torch.view_as_real(y).cpu(), torch.view_as_real(x))
     target = torch.empty(4, 4, dtype=torch.complex64, device="neuron")
@@ -170,17 +174,30 @@ def test_tensors_print():
     assert "1.5" in text and "neuron:0" in text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64],
+)
 def test_transfers_round_trip(dtype):
     x = (torch.randn(5, 7, dtype=torch.complex64) if dtype.is_complex else torch.randint(0, 2, (5, 7))).to(dtype)
     y = x.to("neuron")
-    assert y.dtype == dtype and torch.equal(y.cpu(), x) and torch.equal(y.t().cpu(), x.t()) and torch.equal(y.to("neuron:1").cpu(), x)
+    assert (
+        y.dtype == dtype
+        and torch.equal(y.cpu(), x)
+        and torch.equal(y.t().cpu(), x.t())
+        and torch.equal(y.to("neuron:1").cpu(), x)
+    )
     assert torch.equal(x[::2, 1:].to("neuron").cpu(), x[::2, 1:])
 
 
 def test_devices_do_not_mix():
     x = torch.ones(3, device="neuron")
-    for wrong in (lambda: x + torch.ones(3), lambda: torch.ones(3, 3) @ x, lambda: torch.cat([x, torch.ones(3)]), lambda: x + x.to("neuron:1")):
+    for wrong in (
+        lambda: x + torch.ones(3),
+        lambda: torch.ones(3, 3) @ x,
+        lambda: torch.cat([x, torch.ones(3)]),
+        lambda: x + x.to("neuron:1"),
+    ):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             wrong()
     assert (x + torch.tensor(2.0)).sum().item() == 9  # a CPU scalar may
@@ -203,7 +220,9 @@ def test_save_load_and_deepcopy():
         assert str(loaded["x"].device) == device and torch.equal(loaded["x"].cpu(), x.cpu())
         assert loaded["view"].untyped_storage().data_ptr() == loaded["x"].untyped_storage().data_ptr()
     duplicate = copy.deepcopy(x)
-    assert duplicate.device == x.device and duplicate.data_ptr() != x.data_ptr() and torch.equal(duplicate.cpu(), x.cpu())
+    assert (
+        duplicate.device == x.device and duplicate.data_ptr() != x.data_ptr() and torch.equal(duplicate.cpu(), x.cpu())
+    )
 
 
 def test_fake_and_meta_tensors():
@@ -251,7 +270,10 @@ def test_attention_takes_the_fused_kernel_real_and_fake(case):
 
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     query, key = torch.randn(2, 4, 16, 8, dtype=dtype), torch.randn(2, 2 if case == "gqa" else 4, 16, 8, dtype=dtype)
-    mask = {"mask": torch.ones(16, 16, dtype=torch.bool).tril(), "expanded mask": torch.ones(2, 1, 16, 1, dtype=torch.bool).expand(2, 1, 16, 16)}.get(case)
+    mask = {
+        "mask": torch.ones(16, 16, dtype=torch.bool).tril(),
+        "expanded mask": torch.ones(2, 1, 16, 1, dtype=torch.bool).expand(2, 1, 16, 16),
+    }.get(case)
     options = dict(is_causal=case == "causal", enable_gqa=case == "gqa")
 
     def attend(device: str) -> list[torch.Tensor]:
@@ -273,7 +295,12 @@ def test_attention_takes_the_fused_kernel_real_and_fake(case):
 
     recorded: set[str] = set()
     with FakeTensorMode() as mode, Recorder():
-        q, k, v = (mode.from_tensor(x.to("meta")).to("neuron") if False else torch.empty(x.shape, dtype=dtype, device="neuron", requires_grad=True) for x in (query, key, key))
+        q, k, v = (
+            mode.from_tensor(x.to("meta")).to("neuron")
+            if False
+            else torch.empty(x.shape, dtype=dtype, device="neuron", requires_grad=True)
+            for x in (query, key, key)
+        )
         fake_mask = None if mask is None else torch.empty(16, 16, dtype=torch.bool, device="neuron")
         F.scaled_dot_product_attention(q, k, v, attn_mask=fake_mask, **options).sum().backward()
     assert {ATTENTION, ATTENTION + "_backward"} <= recorded, recorded
@@ -315,8 +342,19 @@ def test_recurrent_modules(kind, bias, float64):
 def test_modules_give_the_same_bits(kind):
     torch.manual_seed(0)
     model = {
-        "norms": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.SiLU(), nn.InstanceNorm2d(8), nn.Flatten(), nn.LayerNorm(8 * 36), nn.GELU()),
-        "embedding": lambda: nn.Sequential(nn.Embedding(10, 8, padding_idx=0), nn.Flatten(), nn.Linear(32, 4), nn.LogSoftmax(-1)),
+        "norms": lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+            nn.InstanceNorm2d(8),
+            nn.Flatten(),
+            nn.LayerNorm(8 * 36),
+            nn.GELU(),
+        ),
+        "embedding": lambda: nn.Sequential(
+            nn.Embedding(10, 8, padding_idx=0), nn.Flatten(), nn.Linear(32, 4), nn.LogSoftmax(-1)
+        ),
         "transformer": lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True),
     }[kind]()
     x = {
@@ -335,3 +373,45 @@ def test_modules_give_the_same_bits(kind):
             optimizer.zero_grad()
         results.append([t.detach().cpu() for t in module.state_dict().values()])
     assert all(map(torch.equal, *results))
+
+
+# ---------------------------------------------------------------------------------------------------------- decompositions
+
+COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+DECOMPOSED: dict[str, str] = {}  # operator: why the device takes PyTorch's decomposition although the CPU has a kernel
+
+
+def test_no_operator_decomposes_where_the_cpu_has_a_kernel():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    with_kernel = [name for name in torch._C._dispatch_get_all_op_names() if has(name, "CPU")]
+    decomposed = {
+        name for name in with_kernel if not has(name, "PrivateUse1") and any(has(name, key) for key in COMPOSITES)
+    }
+    assert len(with_kernel) > 1000
+    assert decomposed == set(DECOMPOSED)
+
+
+@pytest.mark.parametrize(
+    "name", ["silu_backward", "native_layer_norm", "native_group_norm", "gelu", "addcmul", "mish_backward"]
+)
+def test_kernels_that_a_fallback_would_decompose_run_as_one_operator(name):
+    x = torch.randn(2, 4, 6, device="neuron")
+    call = {
+        "silu_backward": lambda: torch.ops.aten.silu_backward(x, x),
+        "native_layer_norm": lambda: torch.ops.aten.native_layer_norm(x, [6], None, None, 1e-5),
+        "native_group_norm": lambda: torch.ops.aten.native_group_norm(x, None, None, 2, 4, 6, 2, 1e-5),
+        "gelu": lambda: torch.ops.aten.gelu(x),
+        "addcmul": lambda: torch.ops.aten.addcmul(x, x, x),
+        "mish_backward": lambda: torch.ops.aten.mish_backward(x, x),
+    }[name]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        call()
+    extra = {event.key for event in seen.key_averages()} - {
+        f"aten::{name}",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::resize_",
+        "aten::view",
+        "aten::empty_strided",
+    }
+    assert not {key for key in extra if key.startswith("aten::")}, extra

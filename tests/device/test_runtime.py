@@ -212,9 +212,7 @@ if os.fork() == 0:
 os.wait()
 """
     out, err, code = script(text)
-    expected = (
-        "Cannot re-initialize Neuron runtime in forked subprocess. To use Neuron with multiprocessing, use the 'spawn' start method"
-    )
+    expected = "Cannot re-initialize Neuron runtime in forked subprocess. To use Neuron with multiprocessing, use the 'spawn' start method"
     assert code == 0 and out.splitlines() == [expected] * 2, (out, err)
 
 
