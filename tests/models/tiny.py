@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from optimum_trn.patching.verify import KeepFloat64 as KeepFloat64  # parity is proven in it
 
 # Pairwise distinct, so that no plan passes by mistaking one size for another; all divisible by 4.
 SIZES = dict(
@@ -56,22 +57,3 @@ def batch(model: PreTrainedModel, rows: int = 4, length: int = 12, seed: int = 1
         "attention_mask": attention_mask,
         "labels": labels,
     }
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Makes the casts to float32 inside stock models (norms, loss) no-ops for float64, so that rounding is 1e-16 there.
-
-    With them no two computations of the same function would agree to better than 1e-7.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function in (torch.Tensor.float, torch.Tensor.to) and args[0].dtype == torch.float64:
-            if function is torch.Tensor.float:
-                return args[0]
-            if torch.float32 in args[1:] or kwargs.get("dtype") == torch.float32:
-                args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
-                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        if function in (torch.softmax, torch.nn.functional.softmax) and args[0].dtype == torch.float64:
-            kwargs.pop("dtype", None)
-        return function(*args, **kwargs)
