@@ -1,5 +1,7 @@
 """Model families, as declarations; importing this package fills the registry of plans."""
 
-from optimum_trn.models import llama, qwen
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["llama", "qwen"]
+for module in iter_modules(__path__):
+    import_module(f"{__name__}.{module.name}")

@@ -15,7 +15,8 @@ class VocabParallelEmbedding(nn.Embedding):
     """Each rank looks up the tokens of its own vocabulary range; the others contribute zeros to the sum.
 
     `num_embeddings`, `padding_idx` and `weight` (num_embeddings, embedding_dim) are local; the range starts at
-    `vocab_start` of `vocab_size`.  A token outside the vocabulary raises on all ranks, as it does in the stock layer.
+    `vocab_start` of `vocab_size`, and may reach beyond it with rows that no token looks up.  A token outside the
+    vocabulary raises on all ranks, as it does in the stock layer.
     """
 
     group: RankGroup
@@ -42,11 +43,16 @@ class VocabParallelEmbedding(nn.Embedding):
 class ParallelLMHead(ColumnParallelLinear):
     """The output head: each rank computes the logits of its own vocabulary range.
 
-    They are gathered to (..., vocab_size), unless `gathers_output` is off while a vocabulary-parallel loss takes them.
+    They are gathered to (..., vocab_size), unless `gathers_output` is off while a vocabulary-parallel loss takes them:
+    then the range of the last ranks may reach beyond the vocabulary, with logits that mean nothing.
     """
 
     gathers_output: bool
+    vocab_size: int
 
     def forward(self, input: Tensor) -> Tensor:
         logits = F.linear(copy_to_group(input, self.group.process_group), self.weight, self.bias)
-        return gather_from_group(logits, self.group.process_group, dim=-1) if self.gathers_output else logits
+        if not self.gathers_output:
+            return logits
+        logits = gather_from_group(logits, self.group.process_group, dim=-1)
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]

@@ -21,7 +21,8 @@ def grad_norm(
 ) -> Tensor:
     """The norm of all gradients together, equal on all ranks of `group`: a scalar in float32 (float64 if they are).
 
-    A shard counts on the rank that holds it, divided by the number of its replicas; a replicated parameter counts once.
+    A piece of a shard counts on every rank that holds it, divided by their number; padding and what a replicated
+    parameter has on other ranks do not count.
     `named_parameters` must list tied parameters once, as `Module.named_parameters` does.  One collective.
     """
     sharded: list[Tensor] = []
@@ -32,13 +33,16 @@ def grad_norm(
             continue
         grad = parameter.grad.detach()
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
         placement = placements.get(name)
         if group is None or placement is None or placement.dim is None:
-            replicated.append(norm)
-        else:
-            replicas = placement.replica_count(rank)
-            sharded.append(norm if math.isinf(norm_type) or replicas == 1 else norm / replicas ** (1 / norm_type))
+            replicated.append(torch.linalg.vector_norm(grad, norm_type, dtype=dtype))
+            continue
+        sharded.append(grad.new_zeros((), dtype=dtype))  # a rank may hold nothing but padding
+        for offset, length, ranks in placement.segments(rank):
+            if ranks:
+                norm = torch.linalg.vector_norm(grad.narrow(placement.dim, offset, length), norm_type, dtype=dtype)
+                replicas = len(ranks)
+                sharded.append(norm if math.isinf(norm_type) or replicas == 1 else norm / replicas ** (1 / norm_type))
     if not sharded and not replicated:
         return torch.tensor(0.0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
 from optimum_trn.parallel.mesh import RankGroup
 
 
@@ -21,7 +20,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.copies_input:
-            input = copy_to_group(input, self.group.process_group)
+            input = self.group.enter(input)
         return F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -38,8 +37,8 @@ class RowParallelLinear(nn.Linear):
     group: RankGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        output = reduce_from_group(F.linear(input, self.weight), self.group.process_group)
-        return output if self.bias is None else output + self.bias
+        output = self.group.leave(F.linear(input, self.weight))
+        return output if self.bias is None else output + self.group.parameter(self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows of {self.group}"

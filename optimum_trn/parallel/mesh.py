@@ -21,8 +21,8 @@ TENSOR_AXIS = "tp"
 class ParallelConfig:
     """The degrees of parallelism; data parallel is what is left of the world size.
 
-    With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding a
-    run of the sequence.  Raises `MeshError` when a degree is not a positive integer.
+    With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding
+    a run of the sequence.  Raises `MeshError` when a degree is not a positive integer.
     """
 
     tensor_parallel_size: int = 1

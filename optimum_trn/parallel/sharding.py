@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from optimum_trn.errors import PlanError
+from optimum_trn.parallel.cuts import Block, Piece, Pieces, cut
 
 
-class Piece(NamedTuple):
-    """A run of the global dimension: `length` entries from `start`, or as many zeros of padding if `start` is None."""
+class Segment(NamedTuple):
+    """A run of the local dimension, and the ranks that hold the same values; no ranks at all if it is padding."""
 
-    start: int | None
+    offset: int
     length: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Placement:
     global_shape: tuple[int, ...]
     num_ranks: int
     dim: int | None = None
-    ranges: tuple[tuple[Piece, ...], ...] = ()
+    ranges: tuple[Pieces, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.ranges) != (0 if self.dim is None else self.num_ranks):
@@ -45,14 +47,15 @@ class Placement:
         return cls(tuple(shape), num_ranks)
 
     @classmethod
-    def split(cls, shape: Sequence[int], num_ranks: int, dim: int) -> Placement:
-        """Equal contiguous shards along `dim`, one a rank; `PlanError` if `num_ranks` does not divide it."""
-        length, remainder = divmod(shape[dim], num_ranks)
-        if remainder:
-            raise PlanError(f"{num_ranks} ranks do not divide dimension {dim} of the shape {tuple(shape)}.")
-        return cls(tuple(shape), num_ranks, dim, tuple((Piece(rank * length, length),) for rank in range(num_ranks)))
+    def split(cls, shape: Sequence[int], num_ranks: int, dim: int, blocks: Sequence[Block] = ()) -> Placement:
+        """Shards of equal shape along `dim`, one a rank, filled up with zeros where `num_ranks` does not divide it.
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        If `dim` consists of consecutive `blocks`, as in a fused projection, every rank gets its shard of each of them;
+        `PlanError` if they do not.
+        """
+        return cls(tuple(shape), num_ranks, dim, cut(shape[dim], blocks, num_ranks))
+
+    def pieces(self, rank: int) -> Pieces:
         """What `rank` holds of dimension `dim`, for lazy reads; a single full piece of dimension 0 if replicated."""
         if self.dim is None:
             return (Piece(0, self.global_shape[0]),) if self.global_shape else ()
@@ -65,9 +68,14 @@ class Placement:
         length = sum(piece.length for piece in self.ranges[rank])
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
-    def replica_count(self, rank: int) -> int:
-        """How many ranks, itself included, hold the same values as `rank`."""
-        return self.num_ranks if self.dim is None else self.ranges.count(self.ranges[rank])
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The pieces of a sharded dimension on `rank`, where they are in its local tensor, and who else holds them."""
+        result, offset = [], 0
+        for piece in self.ranges[rank]:
+            holders = [other for other in range(self.num_ranks) if piece in self.ranges[other]]
+            result.append(Segment(offset, piece.length, () if piece.start is None else tuple(holders)))
+            offset += piece.length
+        return tuple(result)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
         """The local tensor of `rank`, in storage of its own, so that the full one can be freed."""

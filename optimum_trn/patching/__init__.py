@@ -1,8 +1,20 @@
 """The patching engine: plans as data, applied to instances of stock models."""
 
 from optimum_trn.patching.apply import patch_model, unpatch_model
-from optimum_trn.patching.blocks import MLP, Attention, GatedMLP
-from optimum_trn.patching.plan import ModelPlan
+from optimum_trn.patching.autotune import Space
+from optimum_trn.patching.blocks import (
+    MLP,
+    Attention,
+    Experts,
+    FusedAttention,
+    FusedGatedMLP,
+    GatedMLP,
+    LatentAttention,
+    OneOf,
+    Where,
+)
+from optimum_trn.patching.marks import annotations_of, stages_of
+from optimum_trn.patching.plan import ModelPlan, Stack
 from optimum_trn.patching.registry import get_plan, register_plan, supported_models
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.state import PatchReport, PatchState, state_of
@@ -10,14 +22,24 @@ from optimum_trn.patching.state import PatchReport, PatchState, state_of
 __all__ = [
     "MLP",
     "Attention",
+    "Experts",
+    "FusedAttention",
+    "FusedGatedMLP",
     "GatedMLP",
+    "LatentAttention",
     "ModelPlan",
+    "OneOf",
     "PatchReport",
     "PatchState",
     "Schedule",
+    "Space",
+    "Stack",
+    "Where",
+    "annotations_of",
     "get_plan",
     "patch_model",
     "register_plan",
+    "stages_of",
     "state_of",
     "supported_models",
     "unpatch_model",

@@ -35,6 +35,8 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     plan.validate(model.config, size)
     schedule = Schedule(model, mesh)
     plan.record(schedule)
+    if parallel_config.sequence_parallel:
+        plan.record_sequence(schedule)
     return schedule.apply()
 
 

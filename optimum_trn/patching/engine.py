@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import inspect
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from optimum_trn.errors import PlanError
-from optimum_trn.parallel.collectives import unshard_from_group
+from optimum_trn.parallel.cuts import HeadLayout, Heads
 from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, RankGroup
-from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.cutting import cut, place_parameters, restore
 from optimum_trn.patching.outputs import PatchedForward
+from optimum_trn.patching.resize import ResizeTokenEmbeddings
+from optimum_trn.patching.sequence import sequence_of
 from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchReport, PatchState, state_of
 from optimum_trn.patching.styles import Action
 
@@ -42,16 +43,15 @@ def install(
     if actions:
         assert mesh is not None
         group = RankGroup(mesh.get_group(TENSOR_AXIS))
-        for name, parameter in model.named_parameters():
-            if placements[name].dim is not None:
-                _replace_data(parameter, partial(placements[name].shard, rank=group.rank))
-        for path, style in actions:
-            style.apply(model.get_submodule(path), group)
-        _patch_instance(model, group)
+        cut(model, actions, placements, group)
+        _patch_instance(model, group, actions)
     report = PatchReport(
         model_type=model.config.model_type,
         tensor_parallel_size=size,
-        swapped={path: type(style).__name__ for path, style in actions},
+        swapped={
+            path: ", ".join(type(style).__name__ for other, style in actions if other == path)
+            for path in dict.fromkeys(path for path, _ in actions)
+        },
         replicated=tuple(
             dict.fromkeys(name.rpartition(".")[0] for name, placement in placements.items() if placement.dim is None)
         ),
@@ -70,52 +70,9 @@ def uninstall(model: PreTrainedModel) -> None:
     if state is None:
         raise PlanError(f"{type(model).__name__} is not patched.")
     if state.actions:
-        for name, parameter in model.named_parameters():
-            placement = state.placements[name]
-            if placement.dim is not None:
-                _replace_data(parameter, partial(unshard_from_group, placement=placement, group=state.tp_group))
-        for path, style in reversed(state.actions):
-            style.revert(model.get_submodule(path))
+        restore(model, state.actions, state.placements, state.tp_group)
         _unpatch_instance(model)
     delattr(model, STATE_ATTRIBUTE)
-
-
-def place_parameters(model: nn.Module, actions: Sequence[Action], num_ranks: int) -> dict[str, Placement]:
-    """Where every parameter of a stock model is to lie, under each of its names; what no action cuts is replicated.
-
-    Raises `PlanError` for a module that does not suit its style, and for a cut parameter that is tied to a module which
-    no action covers, or which would cut it in another way.
-    """
-    planned: dict[str, Placement] = {}
-    by_parameter: dict[int, tuple[str, Placement]] = {}
-    for path, style in actions:
-        module = model.get_submodule(path)
-        try:
-            own = style.placements(module, num_ranks)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
-        for name, placement in own.items():
-            planned[f"{path}.{name}"] = placement
-            by_parameter[id(module.get_parameter(name))] = f"{path}.{name}", placement
-    result = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        whole = Placement.replicate(parameter.shape, num_ranks)
-        result[name] = planned.get(name, whole)
-        tied_name, placement = by_parameter.get(id(parameter), (name, whole))
-        if result[name] != placement:
-            raise PlanError(
-                f"{name} and {tied_name} are one tied parameter, but the plan shards only one of them, or each along "
-                "another dimension. Give both modules a style that cuts it alike."
-            )
-    return result
-
-
-def _replace_data(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
-    """Gives the same Parameter, and so everything tied to it, other data; a gradient goes along."""
-    with torch.no_grad():
-        grad, parameter.grad = parameter.grad, None
-        parameter.data = function(parameter.data)
-        parameter.grad = None if grad is None else function(grad)
 
 
 class RefusedWhilePatched:
@@ -134,19 +91,35 @@ REFUSED = (
         "save_pretrained",
         "Save through NeuronTrainer, or load the model with NeuronModelForCausalLM, or call unpatch_model first.",
     ),
-    RefusedWhilePatched("resize_token_embeddings", "Resize before patch_model, or call unpatch_model first."),
 )
 
 
-def _patch_instance(model: Any, group: RankGroup) -> None:
+def _patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, ParallelLMHead):
         head = None
-    model.forward = PatchedForward(model, head, group)
-    if head is not None and model.loss_function is ForCausalLMLoss:
+    model.forward = PatchedForward(model, head, group, _head_orders(actions, group.size), sequence_of(actions, group))
+    if head is not None and model.loss_function is ForCausalLMLoss and _calls_loss_function(model):
         model.loss_function = VocabParallelCausalLMLoss(ForCausalLMLoss, group)
+    model.resize_token_embeddings = ResizeTokenEmbeddings(model)
     for refusal in REFUSED:
         setattr(model, refusal.method, refusal)
+
+
+def _head_orders(actions: Sequence[Action], num_ranks: int) -> dict[int, list[int]]:
+    """Where the heads of the stock model are among those of all ranks, by the number of heads that a rank computes."""
+    orders = {}
+    for _, style in actions:
+        for block in getattr(style, "blocks", ()):
+            if isinstance(block, Heads):
+                layout = HeadLayout(block.num_heads, block.num_kv_heads, num_ranks)
+                orders[len(layout.queries(0))] = layout.positions()
+    return orders
+
+
+def _calls_loss_function(model: nn.Module) -> bool:
+    """Whether the class computes its loss by the function that an instance can replace, not by one of its own."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def _unpatch_instance(model: Any) -> None:
@@ -155,6 +128,7 @@ def _unpatch_instance(model: Any) -> None:
         model.forward = forward.wrapped
     if isinstance(model.loss_function, VocabParallelCausalLMLoss):
         del model._loss_function
+    del model.resize_token_embeddings
     for refusal in REFUSED:
         if isinstance(model.__dict__.get(refusal.method), RefusedWhilePatched):
             delattr(model, refusal.method)

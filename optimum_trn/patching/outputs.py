@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from optimum_trn.parallel.collectives import gather_from_group
 from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.parallel.sequence import SequenceGroup
 
 
 class PatchedForward:
@@ -19,13 +22,23 @@ class PatchedForward:
 
     In training with labels, only the vocabulary-parallel loss sees the logits: they stay on their ranks and
     `outputs.logits` is None.  In all other cases the logits are those of the stock model, whole on every rank; so are
-    the attention weights, if asked for.
+    the attention weights, if asked for; `head_orders` says where the stock model's heads are among those of all ranks,
+    by the number of heads of a rank, if they are not simply in order.
     """
 
-    def __init__(self, model: PreTrainedModel, head: ParallelLMHead | None, group: RankGroup) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: ParallelLMHead | None,
+        group: RankGroup,
+        head_orders: Mapping[int, list[int]],
+        sequence: SequenceGroup | None,
+    ) -> None:
         self.model = model
         self.head = head
         self.group = group
+        self.head_orders = dict(head_orders)
+        self.sequence = sequence
         self.wrapped = model.__dict__.get("forward")  # another library may have put its own on the instance
 
     @property
@@ -48,13 +61,32 @@ class PatchedForward:
                 self.head.gathers_output = True
         if local_logits:
             outputs.logits = None
-        if outputs.get("attentions") is not None:
-            process_group = self.group.process_group
-            outputs.attentions = tuple(
-                gather_from_group(weights, process_group, dim=1) if isinstance(weights, torch.Tensor) else weights
-                for weights in outputs.attentions
-            )
+        self._make_whole(outputs)
         return outputs if return_dict else outputs.to_tuple()
+
+    def _make_whole(self, outputs: Any) -> None:
+        """Attention weights and hidden states of all stacks of layers, and of the models within a composite one."""
+        for name, value in outputs.items():
+            if isinstance(value, ModelOutput):
+                self._make_whole(value)
+            elif name.endswith("attentions") and value is not None:
+                outputs[name] = tuple(
+                    self._of_all_heads(weights) if isinstance(weights, torch.Tensor) else weights for weights in value
+                )
+
+            elif name.endswith("hidden_states") and value is not None and self.sequence is not None:
+                outputs[name] = tuple(map(self._of_all_tokens, value))
+
+    def _of_all_tokens(self, states: torch.Tensor) -> torch.Tensor:
+        assert self.sequence is not None
+        length = self.sequence.length.value
+        # A single token is one on every rank either way, and the first rank's is the one that counts.
+        return states if states.shape[1] == length != 1 else self.sequence.gather(states)
+
+    def _of_all_heads(self, weights: torch.Tensor) -> torch.Tensor:
+        gathered = gather_from_group(weights, self.group.process_group, dim=1)
+        order = self.head_orders.get(weights.shape[1])
+        return gathered if order is None else gathered[:, order]
 
     def _logits_stay_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self.model.training or self.head is None:

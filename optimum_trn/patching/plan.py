@@ -2,61 +2,136 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from optimum_trn.errors import PlanError
 from optimum_trn.patching.blocks import Role, column_wise
 from optimum_trn.patching.schedule import Schedule
+from optimum_trn.patching.styles import HoldsName
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers at a path within the base model, with wildcards, and the roles of their parts.
+
+    `config` is the attribute of the model's config that describes them, if it is a config of its own.
+    """
+
+    layers: str
+    roles: tuple[Role, ...]
+    config: str | None = None
+
+    def __init__(self, layers: str, *roles: Role, config: str | None = None) -> None:
+        object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "roles", roles)
+        object.__setattr__(self, "config", config)
+
+    def config_of(self, config: Any) -> Any:
+        """The config that describes these layers; a model of this stack alone has it as its own."""
+        return getattr(config, self.config, config) if self.config else config
+
+    def sizes(self, config: Any) -> Mapping[str, int]:
+        """Numbers of parts that go to the ranks, by name in the config."""
+        return {name: size for role in self.roles for name, size in role.sizes(self.config_of(config)).items()}
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """How models of `model_type` (that of their config) are sharded.
 
-    `layers` and `embedding` are paths within the base model, so that one plan serves it under every head; `lm_head` is
-    a path within the whole model and concerns only the classes that have output embeddings.
+    `layers` and `embedding` are paths within the base model, so that one plan serves it under every head; the output
+    embeddings, where a class has them, are cut along the vocabulary, too.  A model with several stacks of layers, such
+    as an encoder and a decoder, gives `stacks` instead of `attention`, `mlp` and `layers`, and often several
+    embeddings: the plan covers those of them that a class has.
     """
 
     model_type: str
-    attention: Role
-    mlp: Role
+    attention: Role | None = None
+    mlp: Role | None = None
     layers: str = "layers"
-    embedding: str = "embed_tokens"
-    lm_head: str = "lm_head"
+    embedding: str | tuple[str, ...] = "embed_tokens"
+    stacks: tuple[Stack, ...] = ()
+
+    def every_stack(self) -> tuple[Stack, ...]:
+        """All stacks of layers, in the order of the plan."""
+        own = tuple(role for role in (self.attention, self.mlp) if role is not None)
+        return (*((Stack(self.layers, *own),) if own else ()), *self.stacks)
 
     def sizes(self, config: Any) -> Mapping[str, int]:
-        """Every number that the tensor-parallel size must divide, by its name in the config."""
-        return {**self.attention.sizes(config), **self.mlp.sizes(config), "vocab_size": config.vocab_size}
+        """Every number of parts that go to the ranks, by its name in the config."""
+        sizes = {name: size for stack in self.every_stack() for name, size in stack.sizes(config).items()}
+        vocabulary = getattr(config, "vocab_size", None) if self.embedding else None
+        return sizes if vocabulary is None else {**sizes, "vocab_size": vocabulary}
 
     def validate(self, config: Any, tensor_parallel_size: int) -> None:
-        """Raises one `PlanError` that names all numbers which `tensor_parallel_size` does not divide."""
+        """Raises one `PlanError` that names all numbers which `tensor_parallel_size` exceeds.
+
+        Sizes that it does not divide are filled up with zeros; but a rank without any head, column or token of its own
+        would only wait for the others.
+        """
         sizes = self.sizes(config)
-        misfits = {name: size for name, size in sizes.items() if size % tensor_parallel_size}
+        misfits = {name: size for name, size in sizes.items() if size < tensor_parallel_size}
         if misfits:
-            common = math.gcd(*sizes.values())
-            legal = [size for size in range(1, common + 1) if common % size == 0]
             raise PlanError(
-                f"{self.model_type}: tensor_parallel_size {tensor_parallel_size} does not divide "
+                f"{self.model_type}: tensor_parallel_size {tensor_parallel_size} exceeds "
                 + " and ".join(f"{name} {size}" for name, size in misfits.items())
-                + f". This model takes tensor_parallel_size {', '.join(map(str, legal))}."
+                + f". This model takes any tensor_parallel_size up to {min(sizes.values())}."
             )
 
     def record(self, schedule: Schedule) -> None:
         """Records the plan for the model of `schedule`; `PlanError` where a path of the plan does not exist."""
-        prefix = base_model_prefix(schedule.model)
-        schedule[prefix + self.embedding].shard("weight", 0).sync("output", "all_reduce")
-        layers = schedule[f"{prefix}{self.layers}.*"]
-        for role in (self.attention, self.mlp):
-            role.record(layers)
-        if schedule.model.get_output_embeddings() is not None:
-            head = schedule[self.lm_head]
-            column_wise(head)
-            head.sync("input gradient", "all_reduce").sync("output", "all_gather")
+        model = schedule.model
+        prefix = base_model_prefix(model)
+        base = schedule[prefix.rstrip(".")] if prefix else schedule[""]
+        for path in (self.embedding,) if isinstance(self.embedding, str) else self.embedding:
+            if isinstance(self.embedding, str) or base.has(path):
+                schedule[prefix + path].shard("weight", 0).sync("output", "all_reduce")
+        stacks = self.every_stack()
+        there = [stack for stack in stacks if len(stacks) == 1 or schedule.find(f"{prefix}{stack.layers}.*")]
+        if not there:
+            raise PlanError(
+                f"{type(model).__name__} has none of the layers {[stack.layers for stack in stacks]} of the plan of "
+                f"{self.model_type}. Correct the paths; `print(model)` shows what there is."
+            )
+        for stack in there:
+            for role in stack.roles:
+                role.record(schedule[f"{prefix}{stack.layers}.*"], stack.config_of(model.config))
+        self._record_head(schedule)
+
+    def record_sequence(self, schedule: Schedule) -> None:
+        """Records sequence parallelism; `PlanError` for models that are not one stack of decoder layers."""
+        stacks = self.every_stack()
+        decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+        if len(stacks) != 1 or self.model_type not in decoders:
+            raise PlanError(
+                f"{self.model_type}: sequence_parallel=True is for decoders, one stack of causal layers. Leave it off."
+            )
+        schedule[f"{base_model_prefix(schedule.model)}{stacks[0].layers}.*"].sequence_parallel()
+
+    @staticmethod
+    def _record_head(schedule: Schedule) -> None:
+        """Cuts the output embeddings along the vocabulary, whatever they are called."""
+        head = schedule.model.get_output_embeddings()
+        path = next((name for name, module in schedule.model.named_modules() if module is head), None)
+        if head is None or path is None:
+            return
+        column_wise(schedule[path])
+        schedule[path].sync("input gradient", "all_reduce").sync("output", "all_gather")
+        tied = schedule.model.all_tied_weights_keys  # on the meta device, names may not be one parameter yet
+        bias = f"{path}.bias"
+        for name, parameter in schedule.model.named_parameters(remove_duplicate=False):
+            owner, _, own_name = name.rpartition(".")
+            same = parameter is getattr(head, "bias", None) or tied.get(bias) == name or tied.get(name) == bias
+            if same and owner != path:
+                schedule[owner].replace(HoldsName(own_name))
 
 
 def base_model_prefix(model: nn.Module) -> str:

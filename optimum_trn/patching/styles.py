@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from optimum_trn.errors import PlanError
-from optimum_trn.parallel.collectives import copy_to_group
+from optimum_trn.parallel.conv1d import ColumnParallelConv1D, RowParallelConv1D
+from optimum_trn.parallel.cuts import Block
 from optimum_trn.parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from optimum_trn.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from optimum_trn.parallel.mesh import RankGroup
@@ -17,6 +20,7 @@ from optimum_trn.parallel.replicated import SummedGradientForward
 from optimum_trn.parallel.sharding import Placement
 
 
+@runtime_checkable
 class Style(Protocol):
     """How one module is patched, on the instance, so that hooks, references and tied parameters survive."""
 
@@ -37,83 +41,127 @@ class Action(NamedTuple):
     style: Style
 
 
-def _expect(module: nn.Module, stock: type[nn.Module], style: Style) -> None:
-    # Not isinstance: a subclass has a forward of its own, which the change of class would drop silently.
-    if type(module) is not stock:
-        raise PlanError(f"{type(style).__name__} is for {stock.__name__}, not for {type(module).__name__}.")
+# Not isinstance: a subclass has a forward of its own, which the change of class would drop silently.  These compute
+# what their base class does.
+SAME_FORWARD = {"FalconLinear": nn.Linear}
+
+
+def _expect(module: nn.Module, style: Style, *stock: type[nn.Module]) -> None:
+    if SAME_FORWARD.get(type(module).__name__, type(module)) not in stock:
+        raise PlanError(f"{type(style).__name__} is for {stock[0].__name__}, not for {type(module).__name__}.")
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def _become(module: nn.Module, cls: type[M]) -> M:
-    """The same instance, with its hooks and parameters, of another class."""
+    """The same instance, with its hooks and parameters, of another class; it remembers its stock class."""
+    module.stock_class = type(module)  # type: ignore[assignment]
     module.__class__ = cls
     return cast(M, module)
 
 
-def _linear_placements(module: nn.Module, num_ranks: int, dim: int) -> dict[str, Placement]:
-    assert isinstance(module, nn.Linear)
-    placements = {"weight": Placement.split(module.weight.shape, num_ranks, dim)}
+def _become_stock(module: nn.Module, *attributes: str) -> Any:
+    """The same instance, of its stock class, without the attributes that only the parallel class has."""
+    for name in ("group", *attributes):
+        delattr(module, name)
+    module.__class__ = module.__dict__.pop("stock_class")
+    return module
+
+
+def weight_dims(linear: nn.Module) -> tuple[int, int]:
+    """The dimensions of output and of input features of the weight of a linear layer."""
+    return (1, 0) if isinstance(linear, Conv1D) else (0, 1)
+
+
+def _linear_placements(
+    module: nn.Module, num_ranks: int, dim: int, blocks: tuple[Block, ...] = ()
+) -> dict[str, Placement]:
+    assert isinstance(module, (nn.Linear, Conv1D))
+    placements = {"weight": Placement.split(module.weight.shape, num_ranks, dim, blocks)}
     if module.bias is not None:
         shape = module.bias.shape
-        placements["bias"] = Placement.split(shape, num_ranks, 0) if dim == 0 else Placement.replicate(shape, num_ranks)
+        cut = dim == weight_dims(module)[0]
+        placements["bias"] = (
+            Placement.split(shape, num_ranks, 0, blocks) if cut else Placement.replicate(shape, num_ranks)
+        )
     return placements
 
 
 @dataclass(frozen=True)
 class ColumnWise:
-    """An `nn.Linear` cut by output features; `copies_input` where no block does it for several such layers."""
+    """A linear layer cut by output features; `copies_input` where no block does it for several such layers.
+
+    Its output features consist of consecutive `blocks` that are each cut, or of one.
+    """
 
     copies_input: bool = False
+    blocks: tuple[Block, ...] = ()
 
     def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
-        _expect(module, nn.Linear, self)
-        return _linear_placements(module, num_ranks, dim=0)
+        _expect(module, self, nn.Linear, Conv1D)
+        return _linear_placements(module, num_ranks, weight_dims(module)[0], self.blocks)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module = _become(module, ColumnParallelLinear)
+        if isinstance(module, Conv1D):
+            module = _become(module, ColumnParallelConv1D)
+            module.nf = module.weight.shape[1]
+        else:
+            module = _become(module, ColumnParallelLinear)
+            module.out_features = module.weight.shape[0]
         module.group, module.copies_input = group, self.copies_input
-        module.out_features = module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
-        assert isinstance(module, ColumnParallelLinear)
-        del module.group, module.copies_input
-        _become(module, nn.Linear).out_features = module.weight.shape[0]
+        module = _become_stock(module, "copies_input")
+        if isinstance(module, Conv1D):
+            module.nf = module.weight.shape[1]
+        else:
+            module.out_features = module.weight.shape[0]
 
 
 @dataclass(frozen=True)
 class RowWise:
-    """An `nn.Linear` cut by input features, whose partial outputs are summed; the bias stays whole."""
+    """A linear layer cut by input features, whose partial outputs are summed; the bias stays whole.
+
+    Its input features consist of consecutive `blocks` that are each cut, or of one.
+    """
+
+    blocks: tuple[Block, ...] = ()
 
     def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
-        _expect(module, nn.Linear, self)
-        return _linear_placements(module, num_ranks, dim=1)
+        _expect(module, self, nn.Linear, Conv1D)
+        return _linear_placements(module, num_ranks, weight_dims(module)[1], self.blocks)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module = _become(module, RowParallelLinear)
+        if isinstance(module, Conv1D):
+            module = _become(module, RowParallelConv1D)
+            module.nx = module.weight.shape[0]
+        else:
+            module = _become(module, RowParallelLinear)
+            module.in_features = module.weight.shape[1]
         module.group = group
-        module.in_features = module.weight.shape[1]
 
     def revert(self, module: nn.Module) -> None:
-        assert isinstance(module, RowParallelLinear)
-        del module.group
-        _become(module, nn.Linear).in_features = module.weight.shape[1]
+        module = _become_stock(module)
+        if isinstance(module, Conv1D):
+            module.nx = module.weight.shape[0]
+        else:
+            module.in_features = module.weight.shape[1]
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """An `nn.Embedding` cut along the vocabulary."""
+    """An `nn.Embedding` cut along the vocabulary, or a subclass that does something to the output of its forward."""
 
     def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
-        _expect(module, nn.Embedding, self)
-        assert isinstance(module, nn.Embedding)
+        if not isinstance(module, nn.Embedding):
+            raise PlanError(f"VocabParallel is for embeddings, not for {type(module).__name__}.")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise PlanError("an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut.")
         return {"weight": Placement.split(module.weight.shape, num_ranks, 0)}
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        module = _become(module, VocabParallelEmbedding)
+        module = _become(module, vocab_parallel_class(type(module)))
         module.group, module.vocab_size, module.stock_padding_idx = group, module.num_embeddings, module.padding_idx
         module.num_embeddings = module.weight.shape[0]
         module.vocab_start = group.rank * module.num_embeddings
@@ -124,8 +172,33 @@ class VocabParallel:
     def revert(self, module: nn.Module) -> None:
         assert isinstance(module, VocabParallelEmbedding)
         module.num_embeddings, module.padding_idx = module.vocab_size, module.stock_padding_idx
-        del module.group, module.vocab_size, module.vocab_start, module.stock_padding_idx
-        _become(module, nn.Embedding)
+        _become_stock(module, "vocab_size", "vocab_start", "stock_padding_idx")
+
+
+@functools.cache
+def vocab_parallel_class(stock: type[nn.Embedding]) -> type[VocabParallelEmbedding]:
+    """The forward of a subclass of `nn.Embedding` whose super() is the parallel look-up."""
+    if stock is nn.Embedding:
+        return VocabParallelEmbedding
+    if "super" not in stock.forward.__code__.co_names:
+        raise PlanError(f"the forward of {stock.__name__} is its own, so that its vocabulary cannot be cut.")
+    return type(f"VocabParallel{stock.__name__}", (stock, VocabParallelEmbedding), {})
+
+
+@dataclass(frozen=True)
+class HoldsName:
+    """A module that only holds another name of a parameter which a vocabulary-parallel head cuts, such as its bias."""
+
+    parameter: str
+
+    def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
+        return {self.parameter: Placement.split(module.get_parameter(self.parameter).shape, num_ranks, 0)}
+
+    def apply(self, module: nn.Module, group: RankGroup) -> None:
+        """It does not compute with the parameter."""
+
+    def revert(self, module: nn.Module) -> None:
+        """Nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +206,17 @@ class VocabParallelHead:
     """The `nn.Linear` that makes logits, cut along the vocabulary."""
 
     def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
-        _expect(module, nn.Linear, self)
+        _expect(module, self, nn.Linear)
         return _linear_placements(module, num_ranks, dim=0)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
         module = _become(module, ParallelLMHead)
         module.group, module.copies_input, module.gathers_output = group, True, True
-        module.out_features = module.weight.shape[0]
+        module.vocab_size, module.out_features = module.out_features, module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
         assert isinstance(module, ParallelLMHead)
-        del module.group, module.copies_input, module.gathers_output
-        _become(module, nn.Linear).out_features = module.weight.shape[0]
+        _become_stock(module, "copies_input", "gathers_output", "vocab_size").out_features = module.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -179,11 +251,13 @@ class CopiedInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        process_group = self.group.process_group
         if self.name in kwargs:
-            return args, {**kwargs, self.name: copy_to_group(kwargs[self.name], process_group)}
+            value = kwargs[self.name]
+            return args, kwargs if value is None else {**kwargs, self.name: self.group.enter(value)}
         position = self.position
-        return (*args[:position], copy_to_group(args[position], process_group), *args[position + 1 :]), kwargs
+        if position >= len(args) or args[position] is None:
+            return args, kwargs  # a cross-attention without encoder states attends to the tokens themselves
+        return (*args[:position], self.group.enter(args[position]), *args[position + 1 :]), kwargs
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,12 @@ def deviation(
     steps: int = 20,
     max_norm: float = 0.5,
     after_patching=lambda model: None,
+    sequence_parallel: bool = False,
 ) -> Deviation:
     """Trains `model` patched and a copy of it stock; the copy stays on the CPU."""
     reference = copy.deepcopy(model).train()
     batches = micro_batches(model)
-    patch_model(model, ParallelConfig(tensor_parallel_size))
+    patch_model(model, ParallelConfig(tensor_parallel_size, sequence_parallel=sequence_parallel))
     model.to(local_device()).train()
     after_patching(model)
     state = state_of(model)
@@ -133,12 +134,26 @@ def deviation(
 
 
 def replicas_are_bit_equal(parameter: torch.nn.Parameter, placement: Placement, state: PatchState) -> bool:
-    """Whether all ranks that hold the same values of a parameter hold the same bits of it and of its gradient."""
-    groups = [state.dp_group] + ([state.tp_group] if placement.dim is None else [])
+    """Whether all ranks that hold the same values of a parameter hold the same bits of it and of its gradient.
+
+    Padding counts as values that are the same everywhere: zeros.
+    """
     equal = True
-    for group in groups:
-        for tensor in (parameter.detach(), parameter.grad):
-            others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(others, tensor.contiguous(), group=group)
+    for tensor in (parameter.detach(), parameter.grad):
+        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(state.dp_group))]
+        dist.all_gather(others, tensor.contiguous(), group=state.dp_group)
+        equal = equal and all(torch.equal(other, tensor) for other in others)
+        others = [torch.empty_like(tensor) for _ in range(placement.num_ranks)]
+        dist.all_gather(others, tensor.contiguous(), group=state.tp_group)
+        if placement.dim is None:
             equal = equal and all(torch.equal(other, tensor) for other in others)
+            continue
+        held: dict[int, torch.Tensor] = {}
+        for rank, other in enumerate(others):
+            for piece, segment in zip(placement.pieces(rank), placement.segments(rank), strict=True):
+                values = other.narrow(placement.dim, segment.offset, segment.length)
+                if piece.start is None:
+                    equal = equal and not values.any()
+                else:
+                    equal = equal and torch.equal(values, held.setdefault(piece.start, values))
     return equal

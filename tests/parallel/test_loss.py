@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from optimum_trn.parallel import RankGroup
@@ -10,7 +11,7 @@ from optimum_trn.parallel.loss import VocabParallelCausalLMLoss, vocab_parallel_
 from tests.devices import DEVICES, FLOAT64, local_device
 from tests.distributed import run_ranks
 
-VOCAB = 12
+VOCAB = 13  # of which the last of two ranks has one token less: its last logit is padding
 
 
 def both(rank, world_size, dtype, **arguments):
@@ -20,7 +21,9 @@ def both(rank, world_size, dtype, **arguments):
     labels = torch.randint(VOCAB, (2, 7), generator=generator)
     labels[0, 3] = labels[1, :2] = -100
     full = logits.clone().requires_grad_()
-    local = logits.chunk(world_size, dim=-1)[rank].to(local_device()).requires_grad_()
+    width = -(-VOCAB // world_size)
+    padded = F.pad(logits, (0, world_size * width - VOCAB), value=1e4)
+    local = padded.split(width, dim=-1)[rank].to(local_device()).requires_grad_()
     kept = local.detach().clone()
     loss = VocabParallelCausalLMLoss(ForCausalLMLoss, RankGroup(dist.group.WORLD))
     mine = loss(logits=local, labels=labels.to(local_device()), vocab_size=VOCAB, **arguments)
@@ -29,7 +32,8 @@ def both(rank, world_size, dtype, **arguments):
     (theirs * 3).backward()
     assert torch.equal(local, kept) and local.grad.dtype == dtype
     assert mine.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    return mine.detach().cpu(), theirs.detach(), local.grad.cpu(), full.grad.chunk(world_size, dim=-1)[rank]
+    expected = F.pad(full.grad, (0, world_size * width - VOCAB)).split(width, dim=-1)[rank]
+    return mine.detach().cpu(), theirs.detach(), local.grad.cpu(), expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -55,12 +59,12 @@ def test_loss_and_gradient_equal_those_of_the_stock_function(arguments, dtype, d
 
 def nothing_to_learn(rank, world_size):
     loss = VocabParallelCausalLMLoss(ForCausalLMLoss, RankGroup(dist.group.WORLD))
-    logits = torch.randn(1, 3, VOCAB // world_size, requires_grad=True)
+    logits = torch.randn(1, 3, -(-VOCAB // world_size), requires_grad=True)
     labels = torch.full((1, 3), -100)
     assert loss(logits, labels, VOCAB).isnan()
     loss(logits, labels, VOCAB, num_items_in_batch=4).backward()
     assert not logits.grad.any()
-    with pytest.raises(RuntimeError, match="inside the vocabulary of 12"):
+    with pytest.raises(RuntimeError, match="inside the vocabulary of 13"):
         loss(logits, torch.tensor([[1, VOCAB, 2]]), VOCAB)
     full = torch.randn(1, 3, VOCAB)
     labels = torch.tensor([[1, 2, 3]])
@@ -76,10 +80,10 @@ def lean(rank, world_size):
     target = torch.randint(2000, (64,))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        losses = vocab_parallel_cross_entropy(logits, target, RankGroup(dist.group.WORLD))
+        losses = vocab_parallel_cross_entropy(logits, target, RankGroup(dist.group.WORLD), 2000)
     large = [tensor for tensor in saved if tensor.numel() > 1000]
     assert [(tuple(tensor.shape), tensor.dtype) for tensor in large] == [((64, 1000), torch.float32)]
-    losses = vocab_parallel_cross_entropy(logits, target, RankGroup(dist.group.WORLD))
+    losses = vocab_parallel_cross_entropy(logits, target, RankGroup(dist.group.WORLD), 2000)
     losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()

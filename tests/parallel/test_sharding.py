@@ -20,6 +20,8 @@ PADDED_INSIDE = Placement((12, 5), 2, 1, ((Piece(0, 3),), (Piece(3, 2), Piece(No
         Placement.replicate((12, 5), 3),
         Placement.split((12, 5), 4, 0),
         Placement.split((12, 5), 5, 1),
+        Placement.split((12, 5), 5, 0),
+        Placement.split((12, 5), 2, 0, (7, 5)),
         FUSED,
         KV_REPLICAS,
         PADDED,
@@ -42,9 +44,9 @@ def test_shards_are_the_pieces_in_their_order():
 
 
 def test_replicas_are_the_ranks_with_the_same_pieces():
-    assert [KV_REPLICAS.replica_count(rank) for rank in range(4)] == [2, 2, 2, 2]
-    assert Placement.replicate((12, 5), 3).replica_count(1) == 3
-    assert FUSED.replica_count(0) == 1
+    assert [KV_REPLICAS.segments(rank) for rank in (0, 3)] == [((0, 6, (0, 1)),), ((0, 6, (2, 3)),)]
+    assert PADDED.segments(4) == ((0, 3, ()),)
+    assert FUSED.segments(1) == ((0, 3, (1,)), (3, 3, (1,)))
 
 
 def test_padding_never_reaches_the_whole():
@@ -59,8 +61,8 @@ def test_shapes_are_known_without_a_tensor():
 
 
 def test_what_cannot_be_cut_is_refused_with_its_numbers():
-    with pytest.raises(PlanError, match=r"5 ranks do not divide dimension 0 of the shape \(12, 5\)"):
-        Placement.split((12, 5), 5, 0)
+    with pytest.raises(PlanError, match=r"blocks of \[6, 5\] do not make a dimension of 12"):
+        Placement.split((12, 5), 2, 0, (6, 5))
     with pytest.raises(PlanError, match=r"must be equal on all ranks, not of lengths \[5, 7\]"):
         Placement((12, 5), 2, 0, ((Piece(0, 5),), (Piece(5, 7),)))
     with pytest.raises(PlanError, match="1 ranges were given for 2 ranks"):

@@ -254,24 +254,21 @@ def refusals(rank, world_size):
         unpatch_model(stock)
     with pytest.raises(PlanError, match="shards of this rank"):
         patched.save_pretrained("/nowhere")
-    with pytest.raises(PlanError, match="shards of this rank"):
-        patched.resize_token_embeddings(200)
     with pytest.raises(MeshError, match="tensor_parallel_size 3 does not divide the world size 2"):
         patch_model(stock, ParallelConfig(tensor_parallel_size=3))
     with pytest.raises(MeshError, match="the mesh has 2"):
         patch_model(stock, ParallelConfig(), mesh=TWO.build_mesh())
-    odd = tiny_model(
-        "llama", torch.float32, hidden_size=36, num_attention_heads=9, num_key_value_heads=3, vocab_size=105
-    )
-    before = copy.deepcopy(odd.state_dict())
+    small = tiny_model("llama", torch.float32, num_attention_heads=1, num_key_value_heads=1, intermediate_size=1)
+    before = copy.deepcopy(small.state_dict())
     with pytest.raises(PlanError) as error:
-        patch_model(odd, TWO)
-    for part in ("num_attention_heads 9", "num_key_value_heads 3", "vocab_size 105", "tensor_parallel_size 1, 3"):
+        patch_model(small, TWO)
+    for part in ("num_attention_heads 1", "intermediate_size 1", "tensor_parallel_size up to 1"):
         assert part in str(error.value)
-    assert "\n" not in str(error.value) and "intermediate_size" not in str(error.value)
-    assert all(torch.equal(before[name], tensor) for name, tensor in odd.state_dict().items())
-    with pytest.raises(UnsupportedModelError, match="'gpt2'.*Supported: .*llama"):
-        patch_model(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_head=2, n_layer=1)), TWO)
+    assert "\n" not in str(error.value) and "vocab_size" not in str(error.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in small.state_dict().items())
+    with pytest.raises(UnsupportedModelError, match="'openai-gpt'.*Supported: .*llama"):
+        config = AutoConfig.for_model("openai-gpt", n_embd=16, n_head=2, n_layer=1)
+        patch_model(AutoModelForCausalLM.from_config(config), TWO)
 
 
 def test_what_cannot_be_patched_is_refused_in_one_paragraph_that_names_the_numbers():
@@ -293,10 +290,15 @@ def misfits(rank, world_size):
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (64, 40)
 
     tied = tiny_model("llama", torch.float32)
-    tied.model.layers[0].self_attn.stranger = nn.Linear(40, 104, bias=False)
-    tied.model.layers[0].self_attn.stranger.weight = tied.model.embed_tokens.weight
+    tied.model.layers[0].stranger = nn.Linear(40, 104, bias=False)
+    tied.model.layers[0].stranger.weight = tied.model.embed_tokens.weight
     with pytest.raises(PlanError, match="stranger.weight .* are one tied parameter"):
         patch_model(tied, TWO)
+
+    unknown = tiny_model("llama", torch.float32)
+    unknown.model.layers[1].self_attn.gate = nn.Linear(40, 8)
+    with pytest.raises(PlanError, match="self_attn: its parameter 'gate.weight' .* does not say what it is for"):
+        patch_model(unknown, TWO)
 
 
 def test_a_module_that_the_plan_does_not_fit_is_named():

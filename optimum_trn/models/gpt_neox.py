@@ -1,0 +1,12 @@
+"""GPT-NeoX: a fused projection head by head, and a parallel residual."""
+
+from optimum_trn.patching import MLP, FusedAttention, ModelPlan, register_plan
+
+register_plan(
+    ModelPlan(
+        "gpt_neox",
+        embedding="embed_in",
+        attention=FusedAttention(qkv="attention.query_key_value", o="attention.dense"),
+        mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    )
+)
