@@ -3,8 +3,8 @@
     python benchmarks/device_overhead.py            # both models, CPU memory kept by malloc (the fair comparison)
     python benchmarks/device_overhead.py --default-malloc
 
-By default malloc is told to keep what it gets: with its own thresholds it returns large blocks to the system on every free and
-pays page faults for them again, which a device arena never does, so the device would win by that alone.
+By default malloc is told to keep what it gets: with its own thresholds it returns large blocks to the system on every
+free and pays page faults for them again, which a device arena never does, so the device would win by that alone.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def compare(name: str, steps: int) -> float:
             neuron_times.append(neuron)
     ratio = statistics.median(ratios)
     print(
-        f"{name:>4}: {1e3 * statistics.median(cpu_times):9.2f} ms on cpu, {1e3 * statistics.median(neuron_times):9.2f} ms on neuron, "
+        f"{name:>4}: {1e3 * statistics.median(cpu_times):9.2f} ms on cpu, "
+        f"{1e3 * statistics.median(neuron_times):9.2f} ms on neuron, "
         f"ratio {ratio:.3f} (of the fastest steps {min(neuron_times) / min(cpu_times):.3f}), losses bit-equal"
     )
     return ratio

@@ -1,7 +1,7 @@
 """Compiles the device's C++ once per PyTorch version and source text, and loads it.
 
-Loading what is already built imports neither torch.utils.cpp_extension nor anything else that is slow: it happens in every
-process that uses the device.
+Loading what is already built imports neither torch.utils.cpp_extension nor anything else that is slow: it happens in
+every process that uses the device.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ def cache_directory() -> Path:
 
 
 def key() -> str:
-    """Names a build: it changes with PyTorch, Python, the machine's architecture, the flags and every byte of the source."""
+    """Names a build: it changes with PyTorch, Python, the architecture, the flags and every byte of the source."""
     digest = hashlib.sha256(f"{FLAGS} {LIBRARIES}".encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -94,19 +94,21 @@ def build(directory: Path) -> None:
     """Compile the extension into `directory`.
 
     Raises:
-        ImportError: there is no compiler or no ninja, or compiling failed; the text says what to install, or shows the errors.
+        ImportError: there is no compiler or no ninja, or compiling failed; the text says what to install, or shows the
+            compiler's errors.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise ImportError(
-            "The simulated NeuronCores are compiled on first use, and there is no C++ compiler here. Install g++ 11 or newer "
-            "(Debian and Ubuntu: `apt-get install g++`; Fedora and Amazon Linux: `dnf install gcc-c++`), or set CXX to one."
+            "The simulated NeuronCores are compiled on first use, and there is no C++ compiler here. Install g++ 11 or "
+            "newer (Debian and Ubuntu: `apt-get install g++`; Fedora and Amazon Linux: `dnf install gcc-c++`), or set CXX."
         )
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     (directory / "build.ninja").write_text(_ninja_file(compiler))
     print(
-        f"optimum_trn: compiling the simulated NeuronCores for PyTorch {torch.__version__}; this happens once and takes about a minute.",
+        f"optimum_trn: compiling the simulated NeuronCores for PyTorch {torch.__version__}; "
+        "this happens once and takes about a minute.",
         file=sys.stderr,
         flush=True,
     )
@@ -136,13 +138,14 @@ def _ninja() -> str:
 
 def _ninja_file(compiler: str) -> str:
     root = Path(torch.__file__).parent
+    libraries = root / "lib"
     includes = [root / "include", root / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
     flags = f"{FLAGS} -D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())} " + " ".join(
         f"-isystem {path}" for path in includes
     )
     lines = [
         f"rule compile\n  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
-        f"rule link\n  command = {compiler} -shared $in -L{root / 'lib'} {LIBRARIES} -Wl,-rpath,{root / 'lib'} -o $out",
+        f"rule link\n  command = {compiler} -shared $in -L{libraries} {LIBRARIES} -Wl,-rpath,{libraries} -o $out",
     ]
     objects = []
     for source in sorted(SOURCES.glob("*.cpp")):

@@ -9,12 +9,12 @@ from torch import nn
 from optimum_trn.errors import NeuronOutOfMemoryError
 
 ADVICE_CORE = (
-    "Use a smaller per-device batch with more accumulation steps, gradient checkpointing, or a larger tensor_parallel_size; "
-    "OPTIMUM_TRN_INSTANCE chooses an instance with more HBM per core."
+    "Use a smaller per-device batch with more accumulation steps, gradient checkpointing, or a larger "
+    "tensor_parallel_size; OPTIMUM_TRN_INSTANCE chooses an instance with more HBM per core."
 )
 ADVICE_HOST = (
-    "The core itself has room: it is the host, whose memory stands in for HBM, that is full. Simulate fewer cores at a time, a smaller "
-    "model, or use a larger machine; the planner traces any size without memory."
+    "The core itself has room: it is the host, whose memory stands in for HBM, that is full. Simulate fewer cores at a "
+    "time, a smaller model, or use a larger machine; the planner traces any size without memory."
 )
 
 
@@ -32,8 +32,8 @@ def raise_out_of_memory(device: int, requested: int, limit: int, tensors: int, s
     """
     where = "The host of the simulated NeuronCores is" if host else f"NeuronCore ND 0:NC {device} is"
     free = limit if host else max(limit - tensors - scratch, 0)
-    head = f"{where} out of memory. Failed to allocate {_size(requested)} (usage: tensors) on neuron:{device}; {_size(free)} are free"
-    head += " on the host." if host else f" of {_size(limit)}."
+    head = f"{where} out of memory. Failed to allocate {_size(requested)} (usage: tensors) on neuron:{device}; "
+    head += f"{_size(free)} are free " + ("on the host." if host else f"of {_size(limit)}.")
     rows = [*usage_by_category(device, tensors).items(), ("kernel scratch", scratch)]
     total = tensors + scratch
     table = [f"  {name:<18}{_size(count):>12}" for name, count in rows] + [f"  {'total':<18}{_size(total):>12}"]

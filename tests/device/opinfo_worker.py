@@ -1,7 +1,7 @@
 """Runs a slice of PyTorch's operator database on the device and on the CPU, and writes one JSON line per operator.
 
-`python -m tests.device.opinfo_worker <dtype> <first> <stop> <step>`; every line is flushed before the next operator starts, so that
-a crash names its operator: the line {"op": ..., "started": true} without a result.
+`python -m tests.device.opinfo_worker <dtype> <first> <stop> <step>`; every line is flushed before the next operator
+starts, so that a crash names its operator: the line {"op": ..., "started": true} without a result.
 """
 
 import json

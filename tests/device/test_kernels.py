@@ -375,7 +375,7 @@ def test_modules_give_the_same_bits(kind):
     assert all(map(torch.equal, *results))
 
 
-# ---------------------------------------------------------------------------------------------------------- decompositions
+# ----------------------------------------------------------------------------------------------------- decompositions
 
 COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 DECOMPOSED: dict[str, str] = {}  # operator: why the device takes PyTorch's decomposition although the CPU has a kernel

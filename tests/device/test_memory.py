@@ -232,7 +232,9 @@ def test_nothing_is_created_by_importing_counting_and_seeding():
     script = """
         import os, threading
         import torch
-        def files(): return sorted(os.readlink(f"/proc/self/fd/{f}") for f in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{f}"))
+        def files():
+            paths = [f"/proc/self/fd/{f}" for f in os.listdir("/proc/self/fd")]
+            return sorted(os.readlink(path) for path in paths if os.path.islink(path))
         threads = len(os.listdir("/proc/self/task"))
         import optimum_trn
         torch.neuron.is_available(), torch.neuron.device_count(), torch.manual_seed(1)

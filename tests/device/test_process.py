@@ -81,7 +81,7 @@ def test_threads_allocate_and_free_at_once():
                 x = torch.full((seed * 100 + step + 1,), float(seed), device="neuron")
                 if (x + x).sum().item() != 2.0 * seed * x.numel():
                     errors.append((seed, step))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 7)]
@@ -157,12 +157,13 @@ def test_training_under_malloc_check(model):
     done = script(
         f"""
         import torch, optimum_trn
+        sizes = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
         if "{model}" == "llama":
             from transformers import LlamaConfig, LlamaForCausalLM
-            model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256))
+            model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes))
         else:
             from transformers import BertConfig, BertForMaskedLM
-            model = BertForMaskedLM(BertConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=256))
+            model = BertForMaskedLM(BertConfig(**sizes))
         model = model.to("neuron", torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         ids = torch.randint(0, 256, (4, 32), device="neuron")

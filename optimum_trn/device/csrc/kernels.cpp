@@ -153,6 +153,9 @@ Tensor& set_(Tensor& self) {
   return set_source_storage_offset(self, std::move(storage), 0, size, stride);
 }
 
+// Copy-on-write would put its own context in place of the shell's; an eager copy is what it promises to look like.
+Tensor lazy_clone(const Tensor& self) { return self.clone(); }
+
 // Dropout as one operator, which the CPU would do with its own generator: the mask is drawn on the core.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (input.numel() == 0) return {input.clone(), at::empty_like(input, input.options().dtype(at::kBool))};
@@ -178,6 +181,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", set_source_storage);
   library.impl("set_.source_Tensor", set_source_tensor);
   library.impl("set_", set_);
+  library.impl("_lazy_clone", lazy_clone);
   library.impl("native_dropout", native_dropout);
 }
 
