@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from optimum_trn.errors import PlanError
+from optimum_trn.parallel import ParallelConfig
+from optimum_trn.patching import Schedule, get_plan, state_of
 from optimum_trn.patching.autotune import Space, autotune
+from tests.distributed import run_ranks
+from tests.models.tiny import tiny_model
 
 SURFACE = json.loads((Path(__file__).parent / "data" / "slapo_autotune_surface.json").read_text())
 
@@ -78,3 +82,30 @@ def test_one_choice_is_a_space_and_one_in_which_nothing_fits_is_refused_with_the
     assert len(tuning.journal) == 1
     with pytest.raises(PlanError, match="None of the 1 choices .* {'size': 1}. Extend the space towards less memory"):
         print(tuning.best)
+
+
+def tuned(rank, world_size):
+    schedule = Schedule(tiny_model("llama", torch.float32, num_hidden_layers=4), ParallelConfig(2).build_mesh())
+    get_plan("llama").record(schedule)
+    space = Space().choice("recomputed", [1.0, 0.75, 0.5, 0.25])
+
+    def record(schedule, chosen):
+        schedule["model.layers.*"].checkpoint(chosen["recomputed"])
+
+    def measure(model, chosen):
+        kept = sum(not layer.gradient_checkpointing for layer in model.model.layers)
+        if kept == 3 and rank == 1:
+            raise torch.OutOfMemoryError("full on this rank only")
+        return kept + rank
+
+    tuning = schedule.autotune(space, record, measure)
+    assert state_of(schedule.model) is None
+    assert "checkpoint" not in str(schedule)
+    return [(evaluation.chosen, evaluation.score) for evaluation in tuning.journal], tuning.best.chosen
+
+
+def test_a_schedule_is_tuned_alike_on_all_ranks_by_the_worst_of_them():
+    mine, yours = run_ranks(tuned, 2, device="cpu")
+    assert mine == yours
+    journal, best = mine
+    assert [score for _, score in journal] == [0, 1, 2, None] and best == {"recomputed": 0.5}
