@@ -23,6 +23,7 @@ _HOMES = {
     "get_plan": "optimum_trn.patching",
     "supported_models": "optimum_trn.patching",
     "ModelPlan": "optimum_trn.patching",
+    "Schedule": "optimum_trn.patching",
     "Attention": "optimum_trn.patching",
     "GatedMLP": "optimum_trn.patching",
     "MLP": "optimum_trn.patching",
