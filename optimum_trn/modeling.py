@@ -6,7 +6,16 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from .checkpoint import stock
 from .checkpoint.agreement import agreed
@@ -16,10 +25,10 @@ from .device import device_type
 from .parallel import ParallelConfig
 
 
-class NeuronModelForCausalLM:
-    """Loads or builds causal language models: instances of the stock class, sharded, on the local device."""
+class NeuronModel:
+    """Loads or builds base models: instances of the stock class, sharded, on the local device."""
 
-    auto_class: Any = AutoModelForCausalLM
+    auto_class: Any = AutoModel
 
     @classmethod
     def from_pretrained(
@@ -28,7 +37,7 @@ class NeuronModelForCausalLM:
         parallel_config: ParallelConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What `AutoModelForCausalLM.from_pretrained` returns for the same arguments, sharded, on the local NeuronCore.
+        """What `from_pretrained` of the stock auto class returns for the same arguments, sharded, on the local core.
 
         All ranks must call it.  Each reads only its own slices of the safetensors files; weights that they lack are
         initialised as the stock class would, the same at every layout.  Without `parallel_config`, or in one process,
@@ -45,7 +54,7 @@ class NeuronModelForCausalLM:
 
     @classmethod
     def from_config(cls, config: Any, parallel_config: ParallelConfig | None = None, **kwargs: Any) -> Any:
-        """What `AutoModelForCausalLM.from_config` returns for the same arguments, sharded, on the local NeuronCore.
+        """What `from_config` of the stock auto class returns for the same arguments, sharded, on the local core.
 
         All ranks must call it.  The weights are those that one process would draw from the state of rank 0's CPU
         generator, at every layout, and no rank ever holds more than one of them whole.  Raises as `from_pretrained`.
@@ -68,6 +77,42 @@ class NeuronModelForCausalLM:
         if load.shards:
             model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[method-assign]
         return result
+
+
+class NeuronModelForCausalLM(NeuronModel):
+    """Loads or builds causal language models."""
+
+    auto_class = AutoModelForCausalLM
+
+
+class NeuronModelForMaskedLM(NeuronModel):
+    """Loads or builds masked language models."""
+
+    auto_class = AutoModelForMaskedLM
+
+
+class NeuronModelForSeq2SeqLM(NeuronModel):
+    """Loads or builds sequence-to-sequence language models."""
+
+    auto_class = AutoModelForSeq2SeqLM
+
+
+class NeuronModelForSequenceClassification(NeuronModel):
+    """Loads or builds classifiers of sequences."""
+
+    auto_class = AutoModelForSequenceClassification
+
+
+class NeuronModelForTokenClassification(NeuronModel):
+    """Loads or builds classifiers of tokens."""
+
+    auto_class = AutoModelForTokenClassification
+
+
+class NeuronModelForQuestionAnswering(NeuronModel):
+    """Loads or builds models that mark the answer to a question in a text."""
+
+    auto_class = AutoModelForQuestionAnswering
 
 
 def local_device() -> torch.device:

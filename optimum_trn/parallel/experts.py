@@ -39,7 +39,9 @@ class ShardedExperts:
         twin.__dict__ = copy.copy(self.module.__dict__)
         del twin.__dict__["forward"]
         twin.__dict__["_parameters"] = {
-            name: copy_to_group(parameter, process_group) / self.group.size if name in ADDED_ONCE else parameter
+            name: parameter
+            if parameter is None or name not in ADDED_ONCE
+            else copy_to_group(parameter, process_group) / self.group.size
             for name, parameter in self.module._parameters.items()
         }
         output = twin.forward(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from optimum_trn.parallel.collectives import gather_from_group
 from optimum_trn.parallel.embedding import ParallelLMHead

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
@@ -112,11 +111,11 @@ class ColumnWise:
         module.group, module.copies_input = group, self.copies_input
 
     def revert(self, module: nn.Module) -> None:
-        module = _become_stock(module, "copies_input")
+        stock = _become_stock(module, "copies_input")
         if isinstance(module, Conv1D):
-            module.nf = module.weight.shape[1]
+            stock.nf = stock.weight.shape[1]
         else:
-            module.out_features = module.weight.shape[0]
+            stock.out_features = stock.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,11 @@ class RowWise:
         module.group = group
 
     def revert(self, module: nn.Module) -> None:
-        module = _become_stock(module)
+        stock = _become_stock(module)
         if isinstance(module, Conv1D):
-            module.nx = module.weight.shape[0]
+            stock.nx = stock.weight.shape[0]
         else:
-            module.in_features = module.weight.shape[1]
+            stock.in_features = stock.weight.shape[1]
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,7 @@ class VocabParallel:
         return {"weight": Placement.split(module.weight.shape, num_ranks, 0)}
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
+        assert isinstance(module, nn.Embedding)
         module = _become(module, vocab_parallel_class(type(module)))
         module.group, module.vocab_size, module.stock_padding_idx = group, module.num_embeddings, module.padding_idx
         module.num_embeddings = module.weight.shape[0]
@@ -175,7 +175,6 @@ class VocabParallel:
         _become_stock(module, "vocab_size", "vocab_start", "stock_padding_idx")
 
 
-@functools.cache
 def vocab_parallel_class(stock: type[nn.Embedding]) -> type[VocabParallelEmbedding]:
     """The forward of a subclass of `nn.Embedding` whose super() is the parallel look-up."""
     if stock is nn.Embedding:

@@ -33,7 +33,7 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
     good = tmp_path / "good"
     saved(good)
     damaged = {}
-    for name in ("missing file", "truncated", "missing shard", "other shape", "no plan", "odd heads"):
+    for name in ("missing file", "truncated", "missing shard", "other shape", "no plan", "one head"):
         damaged[name] = tmp_path / name.replace(" ", "_")
         saved(damaged[name], max_shard_size="30KB" if name == "missing shard" else "50GB")
     (damaged["missing file"] / "model.safetensors").unlink()
@@ -42,16 +42,16 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
     next(damaged["missing shard"].glob("model-00002-of-*")).unlink()
     weights = damaged["other shape"] / "model.safetensors"
     save_file({**load_file(weights), "lm_head.weight": torch.zeros(52, 40)}, weights, metadata={"format": "pt"})
-    saved(damaged["no plan"], "gpt2")
-    saved(damaged["odd heads"], num_attention_heads=5, num_key_value_heads=5)
+    saved(damaged["no plan"], "openai-gpt")
+    saved(damaged["one head"], num_attention_heads=1, num_key_value_heads=1)
 
     cases = [
         (damaged["missing file"], 2, {}, "OSError", ["no file named model.safetensors"]),
         (damaged["truncated"], 2, {}, "CheckpointError", ["model.safetensors cannot be read", "bytes", "get it again"]),
         (damaged["missing shard"], 2, {}, "CheckpointError", ["model-00002-of-", "is missing"]),
         (damaged["other shape"], 2, {}, "CheckpointError", ["lm_head.weight", "(52, 40)", "(104, 40)"]),
-        (damaged["no plan"], 2, {}, "UnsupportedModelError", ["gpt2", "llama"]),
-        (damaged["odd heads"], 2, {}, "PlanError", ["num_attention_heads 5", "num_key_value_heads 5"]),
+        (damaged["no plan"], 2, {}, "UnsupportedModelError", ["openai-gpt", "llama"]),
+        (damaged["one head"], 2, {}, "PlanError", ["tensor_parallel_size 2", "num_attention_heads 1"]),
         (good, 3, {}, "MeshError", ["3", "world size 2"]),
         (good, 2, {"device_map": "auto"}, "CheckpointError", ["device_map", "parallel layout"]),
         (good, 2, {"tp_plan": "auto"}, "CheckpointError", ["tp_plan", "ParallelConfig"]),

@@ -50,7 +50,7 @@ class FusedGatedMLP:
 
     def record(self, layers: Selection, config: Any) -> None:
         require_known(layers, parent((self.gate_up,)), self.paths)
-        widths = {linear.out_features for linear in layers[self.gate_up]}
+        widths = {linear.get_parameter("weight").shape[0] for linear in layers[self.gate_up]}
         if len(widths) != 1:
             raise PlanError(f"{layers[self.gate_up].path}: the layers have different widths {sorted(widths)}.")
         enter(layers, {self.gate_up: (widths.pop() // 2,) * 2})
