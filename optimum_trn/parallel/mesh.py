@@ -32,6 +32,11 @@ class ParallelConfig:
         size = self.tensor_parallel_size
         if not isinstance(size, int) or size < 1:
             raise MeshError(f"tensor_parallel_size must be a positive integer, not {size!r}.")
+        if self.sequence_parallel and size == 1:
+            raise MeshError(
+                "sequence_parallel=True shares the activations among the tensor-parallel ranks, of which there is one. "
+                "Set tensor_parallel_size above 1, or leave sequence_parallel off."
+            )
 
     def data_parallel_size(self, world_size: int) -> int:
         """How many copies of the model `world_size` ranks hold; `MeshError` if the degrees do not divide it."""

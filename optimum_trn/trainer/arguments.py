@@ -26,8 +26,15 @@ class NeuronTrainingArguments(TrainingArguments):
     tensor_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Over how many NeuronCores each layer is sharded. Must divide the number of processes (one a core) "
-            "and the attention heads, the key-value heads, the MLP width and the vocabulary of the model."
+            "help": "Over how many NeuronCores each layer is sharded. Must divide the number of processes (one a "
+            "core); at most the number of the model's attention heads."
+        },
+    )
+    sequence_parallel: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the cores that share a layer also share the activations between its blocks (norms, "
+            "residuals, dropout), each holding a run of the sequence. For decoders, with tensor_parallel_size above 1."
         },
     )
 
@@ -59,7 +66,7 @@ class NeuronTrainingArguments(TrainingArguments):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
-        return ParallelConfig(tensor_parallel_size=self.tensor_parallel_size)
+        return ParallelConfig(tensor_parallel_size=self.tensor_parallel_size, sequence_parallel=self.sequence_parallel)
 
 
 def world_size() -> int:

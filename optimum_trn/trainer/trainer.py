@@ -78,14 +78,13 @@ class NeuronTrainer(Trainer):
 
     def _shard(self, model: Any) -> None:
         state = state_of(model)
-        wanted = self.parallel_config.tensor_parallel_size
-        have = 1 if state is None else state.config.tensor_parallel_size
-        if have == wanted:
+        wanted = self.parallel_config
+        if (ParallelConfig() if state is None else state.config) == wanted:
             return
         if state is not None:
             raise MeshError(
-                f"The model was loaded at tensor_parallel_size={have}, but the training arguments say {wanted}: give "
-                f"both the same degrees."
+                f"The model was loaded at {state.config}, but the training arguments say {wanted}: give both the same "
+                f"degrees."
             )
         # As DistributedDataParallel does: ranks that initialised the model differently continue with rank 0's weights.
         for tensor in [*model.parameters(), *model.buffers()]:
