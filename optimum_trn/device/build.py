@@ -100,8 +100,9 @@ def build(directory: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise ImportError(
-            "The simulated NeuronCores are compiled on first use, and there is no C++ compiler here. Install g++ 11 or "
-            "newer (Debian and Ubuntu: `apt-get install g++`; Fedora and Amazon Linux: `dnf install gcc-c++`), or set CXX."
+            "The simulated NeuronCores are compiled on first use, and there is no C++ compiler here. Install g++ 11 "
+            "or newer (Debian and Ubuntu: `apt-get install g++`; Fedora and Amazon Linux: `dnf install gcc-c++`), "
+            "or set CXX to another."
         )
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -144,7 +145,8 @@ def _ninja_file(compiler: str) -> str:
         f"-isystem {path}" for path in includes
     )
     lines = [
-        f"rule compile\n  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc",
+        f"rule compile\n  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out\n"
+        "  depfile = $out.d\n  deps = gcc",
         f"rule link\n  command = {compiler} -shared $in -L{libraries} {LIBRARIES} -Wl,-rpath,{libraries} -o $out",
     ]
     objects = []

@@ -19,6 +19,7 @@ extension = load_extension()
 
 
 def stats(device: int = 0) -> dict[str, int]:
+    torch.empty(0, device=f"neuron:{device}").resize_(1)  # the arena comes with the first block
     return extension.arena_stats(device)
 
 
