@@ -107,7 +107,7 @@ class VocabParallelCausalLMLoss:
             )
         if shift_labels is None:
             assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = self.aligned(labels, ignore_index)
         target = shift_labels.reshape(-1).to(logits.device)
         losses = vocab_parallel_cross_entropy(logits.flatten(0, -2), target, self.group, vocab_size, ignore_index)
         if num_items_in_batch is None:
@@ -115,3 +115,17 @@ class VocabParallelCausalLMLoss:
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(losses.device)
         return losses.sum() / num_items_in_batch
+
+    @staticmethod
+    def aligned(labels: Tensor, ignore_index: int) -> Tensor:
+        """The label of each position's logits: the next token."""
+        return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+class VocabParallelMaskedLMLoss(VocabParallelCausalLMLoss):
+    """The same for a masked language model, whose labels stand where their tokens are, as in `ForMaskedLMLoss`."""
+
+    @staticmethod
+    def aligned(labels: Tensor, ignore_index: int) -> Tensor:
+        """The label of each position's logits: its own token."""
+        return labels

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import HeadLayout, Heads
 from optimum_trn.parallel.embedding import ParallelLMHead
-from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
+from optimum_trn.parallel.loss import VocabParallelCausalLMLoss, VocabParallelMaskedLMLoss
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, RankGroup
 from optimum_trn.patching.cutting import cut, place_parameters, restore
 from optimum_trn.patching.outputs import PatchedForward
@@ -99,8 +99,9 @@ def _patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> 
     if not isinstance(head, ParallelLMHead):
         head = None
     model.forward = PatchedForward(model, head, group, _head_orders(actions, group.size), sequence_of(actions, group))
-    if head is not None and model.loss_function is ForCausalLMLoss and _calls_loss_function(model):
-        model.loss_function = VocabParallelCausalLMLoss(ForCausalLMLoss, group)
+    stock_loss = model.loss_function
+    if head is not None and stock_loss in VOCAB_PARALLEL_LOSSES and _calls_loss_function(model):
+        model.loss_function = VOCAB_PARALLEL_LOSSES[stock_loss](stock_loss, group)
     model.resize_token_embeddings = ResizeTokenEmbeddings(model)
     for refusal in REFUSED:
         setattr(model, refusal.method, refusal)
@@ -115,6 +116,13 @@ def _head_orders(actions: Sequence[Action], num_ranks: int) -> dict[int, list[in
                 layout = HeadLayout(block.num_heads, block.num_kv_heads, num_ranks)
                 orders[len(layout.queries(0))] = layout.positions()
     return orders
+
+
+VOCAB_PARALLEL_LOSSES: dict[Any, type[VocabParallelCausalLMLoss]] = {
+    ForCausalLMLoss: VocabParallelCausalLMLoss,
+    ForMaskedLMLoss: VocabParallelMaskedLMLoss,
+}
+"""By the stock loss function: the one that takes logits cut along the vocabulary."""
 
 
 def _calls_loss_function(model: nn.Module) -> bool:

@@ -1,11 +1,14 @@
 """Every class of every family with a plan, patched, is its stock self: loss, all gradients, their norm, all outputs."""
 
 import pytest
+import torch
 
-from optimum_trn.patching import supported_models
+from optimum_trn.errors import PlanError
+from optimum_trn.parallel import ParallelConfig
+from optimum_trn.patching import patch_model, supported_models
 from tests.devices import FLOAT64
 from tests.distributed import run_ranks
-from tests.models.families import VARIANTS
+from tests.models.families import VARIANTS, class_batch, tiny_class
 from tests.models.proof import proof, proofs
 
 EXACT = 1e-9
@@ -31,6 +34,30 @@ def test_every_class_of_a_family_equals_its_stock_self(model_type, device, tenso
         assert results, f"transformers has no class for {model_type}"
         for kind, result in results.items():
             check(result, f"{model_type} {kind}")
+
+
+def norms_of_stablelm(rank, world_size):
+    with pytest.raises(PlanError, match="q_layernorm.norms.0.weight' .* does not say what it is for"):
+        proof(rank, world_size, "stablelm", "causal", world_size, qk_layernorm=True)
+
+
+def test_norms_that_are_one_module_for_each_head_are_refused_by_name():
+    run_ranks(norms_of_stablelm, 2, device="cpu")
+
+
+def logits_in_training(rank, world_size, model_type, kind):
+    model = tiny_class(model_type, kind, torch.float32)
+    inputs = class_batch(model, kind)
+    patch_model(model, ParallelConfig(world_size))
+    return model.train()(**inputs).logits is None
+
+
+@pytest.mark.parametrize(
+    "model_type, kind, local",
+    [("gpt2", "causal", True), ("modernbert", "masked", True), ("bert", "masked", False), ("t5", "seq2seq", False)],
+)
+def test_logits_stay_local_where_a_class_computes_its_loss_by_the_function_of_the_instance(model_type, kind, local):
+    assert run_ranks(logits_in_training, 2, model_type, kind, device="cpu") == [local] * 2
 
 
 @pytest.mark.parametrize("device, tensor_parallel_size", LAYOUTS)
