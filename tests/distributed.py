@@ -8,7 +8,7 @@
         per_rank = run_ranks(losses, 2, 5)          # on simulated NeuronCores
         per_rank = run_ranks(losses, 2, 5, device="cpu")   # on gloo, without the simulator
 
-`losses` is called as `losses(rank, world_size, *args, **kwargs)`. Return values travel by pickle, so return CPU tensors.
+`losses` is called as `losses(rank, world_size, *args, **kwargs)`. Return values are pickled, so return CPU tensors.
 A rank that raises fails the test with every rank's traceback; a rank that hangs or dies fails it too, and the pool is
 killed and rebuilt. Tests about dying name the ranks that may die in `may_die`; those ranks return None.
 """

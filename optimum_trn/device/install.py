@@ -92,7 +92,7 @@ def _name_the_device() -> None:
     if getattr(torch, "neuron", None) is runtime:
         return
     rename_privateuse1_backend("neuron")
-    torch._register_device_module("neuron", runtime)  # type: ignore[no-untyped-call]
+    torch._register_device_module("neuron", runtime)
     generate_methods_for_privateuse1_backend()
     torch.set_autocast_dtype("neuron", torch.bfloat16)
     _print_on_the_host()
@@ -115,7 +115,7 @@ def _hide_cuda() -> None:
     """CUDA would win in accelerate and transformers: hide it from this process, and say so."""
     if torch.version.cuda is None and torch.version.hip is None:
         return
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is in use in this process, and accelerate and transformers would choose it over the simulated "
             "NeuronCores. Import optimum_trn before anything uses CUDA, or start with CUDA_VISIBLE_DEVICES=''."

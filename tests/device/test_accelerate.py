@@ -1,4 +1,4 @@
-"""accelerate and the stock Trainer on the device: what they pick, that numbers equal the CPU's, and every trap they hold."""
+"""accelerate and the stock Trainer on the device: what they pick, the CPU's numbers, and every trap they hold."""
 
 import json
 import os
@@ -245,7 +245,7 @@ def launch(*command, check=True, **environment):
 
 
 def test_an_unmodified_script_runs_on_one_core_two_cores_and_tensor_parallel(tmp_path):
-    """Issue A, line 5: the stock Trainer with OPTIMUM_TRN_AUTOLOAD=1, data parallel and DistributedConfig(tp_size=2)."""
+    """The stock Trainer with OPTIMUM_TRN_AUTOLOAD=1, data parallel and DistributedConfig(tp_size=2)."""
     tiny_llama().save_pretrained(tmp_path / "model")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
     runs = {

@@ -12,7 +12,8 @@ from tests.device.test_runtime import script
 
 def test_nothing_happens_without_autoload():
     out, err, code = script(
-        "import sys, torch; print('optimum_trn' in sys.modules, hasattr(torch, 'neuron'), torch._C._get_privateuse1_backend_name())"
+        "import sys, torch; "
+        "print('optimum_trn' in sys.modules, hasattr(torch, 'neuron'), torch._C._get_privateuse1_backend_name())"
     )
     assert out == "False False privateuseone" and code == 0, err
 

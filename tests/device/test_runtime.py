@@ -11,8 +11,9 @@ from optimum_trn import hardware
 from optimum_trn.device import runtime
 
 API = """
-is_available device_count current_device set_device device get_device_name get_device_properties synchronize Stream Event
-stream StreamContext current_stream default_stream set_stream empty_cache memory_allocated max_memory_allocated
+is_available device_count current_device set_device device get_device_name get_device_properties synchronize
+Stream Event stream StreamContext current_stream default_stream set_stream empty_cache memory_allocated
+max_memory_allocated
 memory_reserved max_memory_reserved memory_stats memory_summary reset_peak_memory_stats reset_accumulated_memory_stats
 manual_seed manual_seed_all seed initial_seed get_rng_state get_rng_state_all set_rng_state set_rng_state_all
 is_bf16_supported _is_in_bad_fork is_initialized get_amp_supported_dtype _lazy_init _initialized
@@ -187,7 +188,8 @@ print(before[2], seen, torch.neuron.current_device(), torch.neuron.is_initialize
 
 def test_trn1_says_what_its_hardware_runs():
     out, err, code = script(
-        "import optimum_trn, torch; print(torch.ones(1, device='neuron').item(), torch.neuron.get_device_properties().total_memory)",
+        "import optimum_trn, torch; "
+        "print(torch.ones(1, device='neuron').item(), torch.neuron.get_device_properties().total_memory)",
         OPTIMUM_TRN_INSTANCE="trn1.2xlarge",
     )
     assert out == f"1.0 {16 * 2**30}" and code == 0
@@ -212,7 +214,10 @@ if os.fork() == 0:
 os.wait()
 """
     out, err, code = script(text)
-    expected = "Cannot re-initialize Neuron runtime in forked subprocess. To use Neuron with multiprocessing, use the 'spawn' start method"
+    expected = (
+        "Cannot re-initialize Neuron runtime in forked subprocess. To use Neuron with multiprocessing, "
+        "use the 'spawn' start method"
+    )
     assert code == 0 and out.splitlines() == [expected] * 2, (out, err)
 
 
