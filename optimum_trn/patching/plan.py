@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from optimum_trn.errors import PlanError
 from optimum_trn.patching.blocks import Role, column_wise
+from optimum_trn.patching.dropout import draws_random
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.styles import HoldsName
 
@@ -104,6 +105,9 @@ class ModelPlan:
         for stack in there:
             for role in stack.roles:
                 role.record(schedule[f"{prefix}{stack.layers}.*"], stack.config_of(model.config))
+            layers = schedule[f"{prefix}{stack.layers}.*"]
+            if any(map(draws_random, layers)):
+                layers.fork_rng_in_blocks()
         self._record_head(schedule)
 
     def record_sequence(self, schedule: Schedule) -> None:

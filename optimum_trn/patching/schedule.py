@@ -23,6 +23,7 @@ from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import Block
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig
 from optimum_trn.patching.autotune import Chosen, Space, Tuning, autotune
+from optimum_trn.patching.dropout import ForkRngInBlocks
 from optimum_trn.patching.engine import install, uninstall
 from optimum_trn.patching.marks import Annotated
 from optimum_trn.patching.primitives import (
@@ -363,6 +364,11 @@ class Selection:
     def fork_rng(self) -> Selection:
         """Lets these modules, which see sharded activations, draw other random numbers on every rank in training."""
         self.schedule.record(ForkRng(self.path))
+        return self
+
+    def fork_rng_in_blocks(self) -> Selection:
+        """Lets these layers draw other random numbers on every rank within their sharded blocks, and nowhere else."""
+        self.schedule.record(ForkRngInBlocks(self.path))
         return self
 
     def sequence_parallel(self) -> Selection:

@@ -17,8 +17,10 @@ from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.replicated import SummedGradientForward
 from optimum_trn.parallel.sequence import SequenceGroup, SequenceLength
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.dropout import draws_random
 from optimum_trn.patching.primitives import Primitive
 from optimum_trn.patching.styles import Action, CopiedInput, SharedInput, Style
+from optimum_trn.patching.wrappers import RankRandomForward
 
 Columns = (ColumnParallelLinear, ColumnParallelConv1D)
 Linears = (*Columns, RowParallelLinear, RowParallelConv1D)
@@ -98,12 +100,16 @@ class SequenceSharded:
         sequence = SequenceGroup(group.process_group, self.length)
         for child in module.children():
             _share_sequence(child, sequence)
+        if draws_random(module):
+            module.forward = RankRandomForward(module, group)
         if self.first:
             module.register_forward_pre_hook(ScatterInput(sequence), with_kwargs=True, prepend=True)
         if self.last:
             module.register_forward_hook(GatherOutput(sequence), prepend=True)
 
     def revert(self, module: nn.Module) -> None:
+        if isinstance(module.__dict__.get("forward"), RankRandomForward):
+            RankRandomForward.remove(module)
         for inner in module.modules():
             if isinstance(inner, Linears) and isinstance(inner.group, SequenceGroup):
                 inner.group = RankGroup(inner.group.process_group)

@@ -87,3 +87,16 @@ def trace_inside(rank, world_size):
 
 def test_a_trace_inside_a_real_process_group_is_refused():
     run_ranks(trace_inside, 2)
+
+
+def test_every_rank_needs_the_same_where_heads_and_columns_are_filled_up():
+    config = LlamaConfig(
+        **{**CONFIG, "num_hidden_layers": 1, "num_key_value_heads": 2, "intermediate_size": 351, "vocab_size": 997}
+    )
+    traces = [
+        trace_training_step(
+            config, ParallelConfig(4, sequence_parallel=True), batch_size=1, sequence_length=30, rank=rank
+        )
+        for rank in (0, 3)
+    ]
+    assert traces[0] == traces[1]
