@@ -33,6 +33,7 @@ OWNERS = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.data_loader.DataLoaderDispatcher",
     "torch.nn.Module",
+    "torch.nn.modules.dropout",
     "torch.Tensor",
     "torch.UntypedStorage",
     "torch._dynamo.backends.registry",
@@ -42,6 +43,7 @@ OWNERS = (
 """Classes and modules whose private attributes we use; their instance attributes count if their source assigns them."""
 
 NAMED_IN_STRINGS = (
+    "accelerate.utils.imports.is_fp16_available",
     "accelerate.utils.imports.is_neuron_available",
     "transformers.utils.import_utils.is_torch_neuron_available",
     "transformers.PreTrainedModel:_check_and_adjust_attn_implementation",

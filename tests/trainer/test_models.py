@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from optimum_trn import NeuronModelForCausalLM, ParallelConfig
 from optimum_trn.errors import MeshError, PlanError, UnsupportedModelError
@@ -82,12 +89,12 @@ def refusals(rank, world_size, directory):
     options = arguments(directory, tensor_parallel_size=2)
     two = ParallelConfig(tensor_parallel_size=2)
     loaded = NeuronModelForCausalLM.from_config(scenario.llama().config, parallel_config=two)
-    odd = scenario.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
-    bert = BertForSequenceClassification(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    one_head = scenario.llama(num_attention_heads=1, num_key_value_heads=1, hidden_size=16)
+    xlnet = XLNetForSequenceClassification(XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=32, vocab_size=64))
     return [
         text_of(MeshError, lambda: NeuronTrainer(model=loaded, args=arguments(directory))),
-        text_of(PlanError, lambda: NeuronTrainer(model=odd, args=options)),
-        text_of(UnsupportedModelError, lambda: NeuronTrainer(model=bert, args=options)),
+        text_of(PlanError, lambda: NeuronTrainer(model=one_head, args=options)),
+        text_of(UnsupportedModelError, lambda: NeuronTrainer(model=xlnet, args=options)),
     ]
 
 
@@ -95,13 +102,14 @@ def test_models_that_do_not_fit_are_refused_on_every_rank(tmp_path):
     first, second = run_ranks(refusals, 2, str(tmp_path))
     assert first == second
     degrees, heads, family = first
-    assert "loaded at tensor_parallel_size=2, but the training arguments say 1" in degrees
-    assert "3" in heads and "2" in heads
-    assert "bert" in family
+    assert "loaded at ParallelConfig(tensor_parallel_size=2" in degrees
+    assert "the training arguments say ParallelConfig(tensor_parallel_size=1" in degrees
+    assert "num_attention_heads" in heads and "1" in heads and "2" in heads
+    assert "xlnet" in family
 
 
 def classify(rank, world_size, directory):
-    """A model without a plan, data-parallel only: its loss is a mean over rows, not over tokens."""
+    """A classifier, data-parallel only: its loss is a mean over rows, not over tokens."""
     torch.manual_seed(0)
     config = BertConfig(
         hidden_size=32,
