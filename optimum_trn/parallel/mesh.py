@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
@@ -53,17 +55,23 @@ class ParallelConfig:
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh with axes ("dp", "tp") over all ranks, or None in a single process without a process group.
 
+        Joins the process group that torchrun or accelerate launch has prepared, if nothing has joined it yet.
+
         Tensor parallel is the inner axis, so that its ranks are neighbours: its collectives sit on the critical path
         of every layer and belong on the fastest links.  `device_type` defaults to the device of this process.
         """
-        if not dist.is_initialized():
-            self.data_parallel_size(1)
-            return None
-        data_parallel_size = self.data_parallel_size(dist.get_world_size())
         if device_type is None:
             from optimum_trn.device import device_type as local_device_type
 
             device_type = local_device_type()
+        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        data_parallel_size = self.data_parallel_size(world_size)
+        if not dist.is_initialized():
+            if world_size == 1:
+                return None
+            # A script may load its model before anything else has joined the launched processes: join them here, the
+            # way the Trainer's accelerator does, which then finds the group that it would have made.
+            PartialState(cpu=device_type == "cpu")
         return init_device_mesh(
             device_type, (data_parallel_size, self.tensor_parallel_size), mesh_dim_names=(DATA_AXIS, TENSOR_AXIS)
         )
