@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from .checkpoint.agreement import agreed
 from .checkpoint.load import ShardedLoad
 from .checkpoint.save import save_pretrained
 from .device import device_type
+from .errors import CheckpointError
 from .parallel import ParallelConfig
 
 
@@ -49,6 +51,9 @@ class NeuronModel:
         """
         load = cls._load(parallel_config)
         with agreed(f"Loading {pretrained_model_name_or_path}"):
+            path = Path(pretrained_model_name_or_path)
+            if path.is_absolute() and not path.exists():  # the stock class takes it for the id of a Hub repository
+                raise CheckpointError(f"{path} does not exist. Give the directory of a saved model, or a Hub id.")
             result = stock.from_pretrained(cls.auto_class, load, pretrained_model_name_or_path, **kwargs)
         return cls._finished(load, result)
 

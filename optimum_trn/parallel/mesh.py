@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate.state import PartialState
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]

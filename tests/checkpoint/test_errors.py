@@ -56,7 +56,7 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
         (good, 2, {"device_map": "auto"}, "CheckpointError", ["device_map", "parallel layout"]),
         (good, 2, {"tp_plan": "auto"}, "CheckpointError", ["tp_plan", "ParallelConfig"]),
         (good, 2, {"gguf_file": "a.gguf"}, "CheckpointError", ["gguf_file", "convert_gguf.py"]),
-        (tmp_path / "nothing", 2, {}, "OSError", ["nothing"]),
+        (tmp_path / "nothing", 2, {}, "CheckpointError", ["nothing does not exist"]),
     ]
     for said in run_ranks(
         messages, 2, [(str(directory), size, kwargs) for directory, size, kwargs, _, _ in cases], device=device
