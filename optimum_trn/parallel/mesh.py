@@ -64,10 +64,9 @@ class ParallelConfig:
             from optimum_trn.device import device_type as local_device_type
 
             device_type = local_device_type()
-        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        data_parallel_size = self.data_parallel_size(world_size)
+        data_parallel_size = self.data_parallel_size(world_size())
         if not dist.is_initialized():
-            if world_size == 1:
+            if world_size() == 1:
                 return None
             # A script may load its model before anything else has joined the launched processes: join them here, the
             # way the Trainer's accelerator does, which then finds the group that it would have made.
@@ -75,6 +74,11 @@ class ParallelConfig:
         return init_device_mesh(
             device_type, (data_parallel_size, self.tensor_parallel_size), mesh_dim_names=(DATA_AXIS, TENSOR_AXIS)
         )
+
+
+def world_size() -> int:
+    """The number of processes, known from the launcher before any process group exists."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class RankGroup:

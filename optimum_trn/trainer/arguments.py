@@ -7,12 +7,12 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from transformers import TrainingArguments
 
 from ..device import device_type
 from ..errors import MeshError
 from ..parallel import ParallelConfig
+from ..parallel.mesh import world_size
 
 
 @dataclass
@@ -67,11 +67,6 @@ class NeuronTrainingArguments(TrainingArguments):
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
         return ParallelConfig(tensor_parallel_size=self.tensor_parallel_size, sequence_parallel=self.sequence_parallel)
-
-
-def world_size() -> int:
-    """The number of processes, known from the launcher before any process group exists."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_world_size(config: ParallelConfig) -> None:
