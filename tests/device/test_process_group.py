@@ -355,9 +355,11 @@ def test_a_wrong_call_raises_and_the_group_goes_on():
 def wait_for_the_dead(rank, world_size):
     survivors = dist.new_group([0, 1])  # does not hold the victim
     dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 3:
-        time.sleep(0.3)  # the others are inside their operations by now
+        store.wait([f"starting {peer}" for peer in range(3)])
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"starting {rank}", "")
     start = time.monotonic()
     text = "nothing raised"
     try:

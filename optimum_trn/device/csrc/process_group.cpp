@@ -150,8 +150,8 @@ class NeuronWork final : public Work {
   }
 
   void fail(const std::string& reason) {
-    if (transfer_) transfer_->abort();  // wakes the thread that waits for it
     complete(backend_error(c10::str(name_, " on rank ", group_->rank, " of ", group_->size, " failed: ", reason)));
+    if (transfer_) transfer_->abort();  // last, for it wakes the thread that waits, to which an aborted transfer looks finished
   }
 
   bool wait(Milliseconds timeout) override {
