@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..parallel import ParallelConfig, Placement
-from ..patching import get_plan, patch_model, state_of
+from ..patching import patch_model, plan_for, state_of
 from .deferred_init import DeferredInit
 from .slices import LocalSlice, same_values, shape_of
 
@@ -47,7 +47,7 @@ class ShardedLoad:
     def validate(self, config: Any) -> None:
         """Raise `UnsupportedModelError` or `PlanError`, before anything is read, if the layout does not suit."""
         if self.shards:
-            get_plan(config.model_type).validate(config, self.parallel_config.tensor_parallel_size)
+            plan_for(config).validate(config, self.parallel_config.tensor_parallel_size)
 
     def draw_missing(self, model: PreTrainedModel, present: set[str]) -> None:
         """Record how the stock class, still whole and on meta, initialises what is not `present` in the checkpoint."""

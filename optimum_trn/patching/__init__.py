@@ -13,6 +13,7 @@ from optimum_trn.patching.blocks import (
     OneOf,
     Where,
 )
+from optimum_trn.patching.composite import CompositePlan, plan_for
 from optimum_trn.patching.marks import annotations_of, stages_of
 from optimum_trn.patching.plan import ModelPlan, Stack
 from optimum_trn.patching.registry import get_plan, register_plan, supported_models
@@ -22,6 +23,7 @@ from optimum_trn.patching.state import PatchReport, PatchState, state_of
 __all__ = [
     "MLP",
     "Attention",
+    "CompositePlan",
     "Experts",
     "FusedAttention",
     "FusedGatedMLP",
@@ -38,6 +40,7 @@ __all__ = [
     "annotations_of",
     "get_plan",
     "patch_model",
+    "plan_for",
     "register_plan",
     "stages_of",
     "state_of",

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig
+from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
-from optimum_trn.patching.registry import get_plan
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.state import PatchReport, state_of
 
@@ -31,7 +31,7 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     if size == 1:
         return install(model, (), parallel_config, mesh).report
     assert mesh is not None
-    plan = get_plan(model.config.model_type)
+    plan = plan_for(model.config)
     plan.validate(model.config, size)
     schedule = Schedule(model, mesh)
     plan.record(schedule)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -89,12 +89,18 @@ class ModelPlan:
 
     def record(self, schedule: Schedule) -> None:
         """Records the plan for the model of `schedule`; `PlanError` where a path of the plan does not exist."""
-        model = schedule.model
-        prefix = base_model_prefix(model)
+        self.record_layers(schedule, "")
+        record_head(schedule)
+
+    def record_layers(self, schedule: Schedule, path: str) -> None:
+        """Records the embeddings and the layers of the model at `path`, which is that of `schedule` or a tower in it."""
+        model = schedule.model.get_submodule(path)
+        assert isinstance(model, PreTrainedModel)
+        prefix = (f"{path}." if path else "") + base_model_prefix(model)
         base = schedule[prefix.rstrip(".")] if prefix else schedule[""]
-        for path in (self.embedding,) if isinstance(self.embedding, str) else self.embedding:
-            if isinstance(self.embedding, str) or base.has(path):
-                schedule[prefix + path].shard("weight", 0).sync("output", "all_reduce")
+        for embedding in (self.embedding,) if isinstance(self.embedding, str) else self.embedding:
+            if isinstance(self.embedding, str) or base.has(embedding):
+                schedule[prefix + embedding].shard("weight", 0).sync("output", "all_reduce")
         stacks = self.every_stack()
         there = [stack for stack in stacks if len(stacks) == 1 or schedule.find(f"{prefix}{stack.layers}.*")]
         if not there:
@@ -108,7 +114,6 @@ class ModelPlan:
             layers = schedule[f"{prefix}{stack.layers}.*"]
             if any(map(draws_random, layers)):
                 layers.fork_rng_in_blocks()
-        self._record_head(schedule)
 
     def record_sequence(self, schedule: Schedule) -> None:
         """Records sequence parallelism; `PlanError` for models that are not one stack of decoder layers."""
@@ -120,25 +125,25 @@ class ModelPlan:
             )
         schedule[f"{base_model_prefix(schedule.model)}{stacks[0].layers}.*"].sequence_parallel()
 
-    @staticmethod
-    def _record_head(schedule: Schedule) -> None:
-        """Cuts the output embeddings along the vocabulary, whatever they are called."""
-        head = schedule.model.get_output_embeddings()
-        path = next((name for name, module in schedule.model.named_modules() if module is head), None)
-        if head is None or path is None:
-            return
-        column_wise(schedule[path])
-        schedule[path].sync("input gradient", "all_reduce").sync("output", "all_gather")
-        tied = schedule.model.all_tied_weights_keys  # on the meta device, names may not be one parameter yet
-        bias = f"{path}.bias"
-        for name, parameter in schedule.model.named_parameters(remove_duplicate=False):
-            owner, _, own_name = name.rpartition(".")
-            same = parameter is getattr(head, "bias", None) or tied.get(bias) == name or tied.get(name) == bias
-            if same and owner != path:
-                schedule[owner].replace(HoldsName(own_name))
+
+def record_head(schedule: Schedule) -> None:
+    """Cuts the output embeddings along the vocabulary, whatever they are called."""
+    head = schedule.model.get_output_embeddings()
+    path = next((name for name, module in schedule.model.named_modules() if module is head), None)
+    if head is None or path is None:
+        return
+    column_wise(schedule[path])
+    schedule[path].sync("input gradient", "all_reduce").sync("output", "all_gather")
+    tied = schedule.model.all_tied_weights_keys  # on the meta device, names may not be one parameter yet
+    bias = f"{path}.bias"
+    for name, parameter in schedule.model.named_parameters(remove_duplicate=False):
+        owner, _, own_name = name.rpartition(".")
+        same = parameter is getattr(head, "bias", None) or tied.get(bias) == name or tied.get(name) == bias
+        if same and owner != path:
+            schedule[owner].replace(HoldsName(own_name))
 
 
-def base_model_prefix(model: nn.Module) -> str:
+def base_model_prefix(model: PreTrainedModel) -> str:
     """The path of the base model within a transformers model, with a trailing dot; empty if it is the base model."""
     base = model.base_model
     return next((f"{name}." if name else "" for name, module in model.named_modules() if module is base), "")

@@ -18,15 +18,21 @@ def register_plan(plan: ModelPlan) -> ModelPlan:
     return plan
 
 
+def find_plan(model_type: str) -> ModelPlan | None:
+    """The plan of a model type, if there is one."""
+    _load_declarations()
+    return _PLANS.get(model_type)
+
+
 def get_plan(model_type: str) -> ModelPlan:
     """The plan of a model type; `UnsupportedModelError` if there is none."""
-    _load_declarations()
-    if model_type not in _PLANS:
+    plan = find_plan(model_type)
+    if plan is None:
         raise UnsupportedModelError(
             f"No plan for model type {model_type!r}, so it cannot be tensor-parallel. Supported: "
             f"{', '.join(supported_models())}. Use tensor_parallel_size=1, or declare the family with register_plan."
         )
-    return _PLANS[model_type]
+    return plan
 
 
 def supported_models() -> list[str]:

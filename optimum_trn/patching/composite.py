@@ -1,0 +1,83 @@
+"""Plans of composite models, such as vision-language models: every tower by the plan of its own model type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from optimum_trn.errors import PlanError, UnsupportedModelError
+from optimum_trn.patching.plan import ModelPlan, record_head
+from optimum_trn.patching.registry import find_plan, get_plan
+from optimum_trn.patching.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class CompositePlan:
+    """How a model is sharded whose config has configs of other models within it.
+
+    `towers` are the plans of those of them that have one, with the names of their configs; a tower is a transformers
+    model within the model whose config has the type of such a plan.  What lies outside of the towers, such as the
+    projection of images into the space of the text, and every tower without a plan stay whole on all ranks.
+    """
+
+    model_type: str
+    towers: tuple[ModelPlan, ...]
+
+    def validate(self, config: Any, tensor_parallel_size: int) -> None:
+        """Raises `PlanError` for a tower that has fewer parts than there are ranks."""
+        for plan, tower_config in _planned(config):
+            plan.validate(tower_config, tensor_parallel_size)
+
+    def record(self, schedule: Schedule) -> None:
+        """Records the plan of each tower, and the head; `PlanError` if the model has none of the towers."""
+        plans = {plan.model_type: plan for plan in self.towers}
+        recorded: list[str] = []
+        for path, tower in schedule.model.named_modules():
+            if not path or not isinstance(tower, PreTrainedModel) or tower.config.model_type not in plans:
+                continue
+            if not any(path.startswith(f"{outer}.") for outer in recorded):
+                plans[tower.config.model_type].record_layers(schedule, path)
+                recorded.append(path)
+        if not recorded:
+            raise PlanError(f"{type(schedule.model).__name__} has none of the towers {sorted(plans)} of its config.")
+        record_head(schedule)
+
+    def record_sequence(self, schedule: Schedule) -> None:
+        """Sequence parallelism needs one stack of layers with one sequence."""
+        raise PlanError(
+            f"{self.model_type}: sequence_parallel=True is for decoders, one stack of causal layers; this model has "
+            f"several towers. Leave it off."
+        )
+
+
+def plan_for(config: Any) -> ModelPlan | CompositePlan:
+    """The plan of a config's model type, or one made of those of the configs within it.
+
+    `UnsupportedModelError` if there is neither; the text tower must have a plan, which is where most parameters are.
+    """
+    plan = find_plan(config.model_type)
+    if plan is not None:
+        return plan
+    towers = {plan.model_type: plan for plan, _ in _planned(config)}
+    if not towers:
+        return get_plan(config.model_type)
+    text_config = config.get_text_config(decoder=True)
+    if text_config.model_type != config.model_type:
+        get_plan(text_config.model_type)
+    return CompositePlan(config.model_type, tuple(towers.values()))
+
+
+def _planned(config: Any) -> Iterator[tuple[ModelPlan, Any]]:
+    """The outermost configs within a config whose model types have plans."""
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if not isinstance(part, PreTrainedConfig):
+            continue
+        plan = find_plan(part.model_type)
+        if plan is None:
+            yield from _planned(part)
+        else:
+            yield plan, part
