@@ -87,6 +87,7 @@ setup(
         "dev": [*DEV, *TEST, *CONFORMANCE, *EXAMPLES],
     },
     entry_points={
+        "console_scripts": ["optimum-trn = optimum_trn.cli:main"],
         "torch.backends": ["optimum_trn = optimum_trn_autoload:autoload"],
     },
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,14 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from optimum_trn.errors import MeshError
 from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of every mesh, outermost first: the further in, the closer together its ranks are (see topology.py)."""
+
 DATA_AXIS = "dp"
 TENSOR_AXIS = "tp"
+
+VIEWS = {DATA_AXIS: ("dp_replicate", "dp_shard"), "dp_cp": ("dp_replicate", "dp_shard", "cp")}
+"""Axes that are one group as well: ranks with other rows ("dp"), and with other tokens ("dp_cp")."""
 
 
 @dataclass(frozen=True)
@@ -31,49 +38,68 @@ class ParallelConfig:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        size = self.tensor_parallel_size
-        if not isinstance(size, int) or size < 1:
-            raise MeshError(f"tensor_parallel_size must be a positive integer, not {size!r}.")
-        if self.sequence_parallel and size == 1:
+        for name, size in self.model_degrees.items():
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(f"{name} must be a positive integer, not {size!r}.")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise MeshError(
                 "sequence_parallel=True shares the activations among the tensor-parallel ranks, of which there is one. "
                 "Set tensor_parallel_size above 1, or leave sequence_parallel off."
             )
 
+    @property
+    def model_degrees(self) -> dict[str, int]:
+        """The fields whose product is the number of ranks that share one copy of the model."""
+        return {"tensor_parallel_size": self.tensor_parallel_size}
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """How many ranks share one copy of the model."""
+        return math.prod(self.model_degrees.values())
+
     def data_parallel_size(self, world_size: int) -> int:
         """How many copies of the model `world_size` ranks hold; `MeshError` if the degrees do not divide it."""
-        if world_size % self.tensor_parallel_size:
+        ranks = self.ranks_per_copy
+        if world_size % ranks:
+            used = {name: size for name, size in self.model_degrees.items() if size > 1}
             legal = [size for size in range(1, world_size + 1) if world_size % size == 0]
             alone = " accelerate launch starts one process unless OPTIMUM_TRN_AUTOLOAD=1 shows it the simulated cores."
+            total, choice = (f" = {ranks} ranks", "a product") if len(used) > 1 else ("", "one")
             raise MeshError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not divide the world size {world_size}. "
-                f"Start a multiple of {self.tensor_parallel_size} processes, or choose one of {legal}."
+                f"{' x '.join(f'{name} {size}' for name, size in used.items())}{total} does not divide the world size "
+                f"{world_size}. Start a multiple of {ranks} processes, or choose {choice} of {legal}."
                 f"{alone if world_size == 1 else ''}"
             )
-        return world_size // self.tensor_parallel_size
+        return world_size // ranks
+
+    def axis_sizes(self, world_size: int) -> dict[str, int]:
+        """The number of ranks along each of `AXES`; their product is `world_size`, or `MeshError`."""
+        sizes = {"dp_replicate": self.data_parallel_size(world_size), TENSOR_AXIS: self.tensor_parallel_size}
+        return {axis: sizes.get(axis, 1) for axis in AXES}
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh with axes ("dp", "tp") over all ranks, or None in a single process without a process group.
+        """The mesh over all ranks with `AXES` and `VIEWS`, or None in a single process without a process group.
 
         Joins the process group that torchrun or accelerate launch has prepared, if nothing has joined it yet.
 
-        Tensor parallel is the inner axis, so that its ranks are neighbours: its collectives sit on the critical path
-        of every layer and belong on the fastest links.  `device_type` defaults to the device of this process.
+        Tensor parallel is the innermost axis, so that its ranks are neighbours: its collectives sit on the critical
+        path of every layer and belong on the fastest links.  `device_type` defaults to the device of this process.
         """
         if device_type is None:
             from optimum_trn.device import device_type as local_device_type
 
             device_type = local_device_type()
-        data_parallel_size = self.data_parallel_size(world_size())
+        sizes = self.axis_sizes(world_size())
         if not dist.is_initialized():
             if world_size() == 1:
                 return None
             # A script may load its model before anything else has joined the launched processes: join them here, the
             # way the Trainer's accelerator does, which then finds the group that it would have made.
             PartialState(cpu=device_type == "cpu")
-        return init_device_mesh(
-            device_type, (data_parallel_size, self.tensor_parallel_size), mesh_dim_names=(DATA_AXIS, TENSOR_AXIS)
-        )
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+        for view, axes in VIEWS.items():
+            mesh[axes]._flatten(view)
+        return mesh
 
 
 def world_size() -> int:

@@ -15,14 +15,18 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
 
 from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError
 from ..parallel import ParallelConfig
+from ..parallel.topology import launched_topology, placement_summary
 from ..patching import patch_model, state_of
 from . import evaluation, training_state
 from .accelerator import DataParallelAccelerator
+
+logger = logging.get_logger(__name__)
 
 
 class NeuronTrainer(Trainer):
@@ -50,6 +54,8 @@ class NeuronTrainer(Trainer):
             self.mesh = state.mesh if state is not None else self.parallel_config.build_mesh(self.args.device.type)
             assert self.mesh is not None
             DataParallelAccelerator.adopt(self.accelerator, self.mesh)
+            topology = launched_topology(self.args.world_size)  # a collective
+            logger.info(placement_summary(self.parallel_config, topology))
             self.gather_function = functools.partial(
                 self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )

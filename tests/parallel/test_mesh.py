@@ -25,6 +25,11 @@ def test_degrees_that_do_not_divide_the_world_are_named_with_those_that_do():
             ParallelConfig(tensor_parallel_size=wrong)
 
 
+def test_the_axes_multiply_out_to_the_world():
+    sizes = ParallelConfig(tensor_parallel_size=2).axis_sizes(8)
+    assert list(sizes.items()) == [("pp", 1), ("dp_replicate", 4), ("dp_shard", 1), ("cp", 1), ("tp", 2)]
+
+
 def test_one_process_needs_no_mesh():
     assert ParallelConfig().build_mesh() is None
     with pytest.raises(MeshError, match="world size 1"):
@@ -33,7 +38,9 @@ def test_one_process_needs_no_mesh():
 
 def neighbours(rank, world_size):
     mesh = ParallelConfig(tensor_parallel_size=2).build_mesh()
-    assert mesh.mesh_dim_names == ("dp", "tp")
+    assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert (mesh["dp"].size(), mesh["dp_cp"].size(), mesh["tp"].size()) == (2, 2, 2)
+    assert mesh.get_local_rank("dp") == mesh.get_local_rank("dp_cp") == rank // 2
     group = RankGroup(mesh.get_group("tp"))
     assert copy.deepcopy(group) is group
     again = pickle.loads(pickle.dumps(group))

@@ -1,0 +1,20 @@
+"""The command line: `optimum-trn <command>`, one module for each command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from optimum_trn.cli import env
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that `arguments` (those of the process, if None) name."""
+    parser = argparse.ArgumentParser(prog="optimum-trn", description="Hugging Face training for AWS Trainium.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    env.add_to(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except ValueError as error:  # a user's mistake: its text says what to do, a traceback would hide it
+        parser.exit(2, f"optimum-trn {options.command}: {error}\n")
