@@ -39,6 +39,7 @@ OWNERS = (
     "torch._dynamo.backends.registry",
     "torch._ops.OpOverload",
     "torch.utils.data.RandomSampler",
+    "torch.distributed.device_mesh.DeviceMesh",
 )
 """Classes and modules whose private attributes we use; their instance attributes count if their source assigns them."""
 
