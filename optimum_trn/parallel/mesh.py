@@ -15,10 +15,12 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from optimum_trn.errors import MeshError
 from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
+from optimum_trn.parallel.schedules import STAGES_PER_RANK, ScheduleName
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of every mesh, outermost first: the further in, the closer together its ranks are (see topology.py)."""
 
+PIPELINE_AXIS = "pp"
 DATA_AXIS = "dp"
 TENSOR_AXIS = "tp"
 
@@ -31,11 +33,14 @@ class ParallelConfig:
     """The degrees of parallelism; data parallel is what is left of the world size.
 
     With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding
-    a run of the sequence.  Raises `MeshError` when a degree is not a positive integer.
+    a run of the sequence.  The layers are cut over the pipeline-parallel ranks, which work on the micro-batches of one
+    step in the order of `pipeline_schedule`.  Raises `MeshError` when a degree is not a positive integer.
     """
 
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: ScheduleName = "1f1b"
 
     def __post_init__(self) -> None:
         for name, size in self.model_degrees.items():
@@ -46,11 +51,24 @@ class ParallelConfig:
                 "sequence_parallel=True shares the activations among the tensor-parallel ranks, of which there is one. "
                 "Set tensor_parallel_size above 1, or leave sequence_parallel off."
             )
+        if self.pipeline_schedule not in STAGES_PER_RANK:
+            raise MeshError(
+                f"pipeline_schedule must be one of {', '.join(STAGES_PER_RANK)}, not {self.pipeline_schedule!r}."
+            )
 
     @property
     def model_degrees(self) -> dict[str, int]:
         """The fields whose product is the number of ranks that share one copy of the model."""
-        return {"tensor_parallel_size": self.tensor_parallel_size}
+        return {
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the layers are cut into; the interleaved schedule has several on each rank."""
+        size = self.pipeline_parallel_size
+        return size * STAGES_PER_RANK[self.pipeline_schedule] if size > 1 else 1
 
     @property
     def ranks_per_copy(self) -> int:
@@ -74,7 +92,11 @@ class ParallelConfig:
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
         """The number of ranks along each of `AXES`; their product is `world_size`, or `MeshError`."""
-        sizes = {"dp_replicate": self.data_parallel_size(world_size), TENSOR_AXIS: self.tensor_parallel_size}
+        sizes = {
+            PIPELINE_AXIS: self.pipeline_parallel_size,
+            "dp_replicate": self.data_parallel_size(world_size),
+            TENSOR_AXIS: self.tensor_parallel_size,
+        }
         return {axis: sizes.get(axis, 1) for axis in AXES}
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
