@@ -57,7 +57,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        start = dist.get_rank(ctx.group) * ctx.length
+        start = ctx.group.rank() * ctx.length
         return grads[0].narrow(ctx.dim, start, ctx.length).contiguous(), None, None
 
 

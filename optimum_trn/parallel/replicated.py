@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +59,8 @@ class SummedGradient:
 class SummedGradientForward(RuledForward):
     """The forward of a replicated module that sees sharded activations, such as a norm of each attention head."""
 
-    def __init__(self, module: nn.Module, group: RankGroup) -> None:
-        super().__init__(module, dict.fromkeys(module._parameters, SummedGradient(group)))
+    def __init__(self, module: nn.Module, group: RankGroup, names: Sequence[str] = ()) -> None:
+        super().__init__(module, dict.fromkeys(names or module._parameters, SummedGradient(group)))
 
 
 class ShardGradient:

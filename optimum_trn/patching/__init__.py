@@ -11,6 +11,7 @@ from optimum_trn.patching.blocks import (
     GatedMLP,
     LatentAttention,
     OneOf,
+    Region,
     Where,
 )
 from optimum_trn.patching.composite import CompositePlan, plan_for
@@ -33,6 +34,7 @@ __all__ = [
     "OneOf",
     "PatchReport",
     "PatchState",
+    "Region",
     "Schedule",
     "Space",
     "Stack",

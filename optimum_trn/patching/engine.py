@@ -44,7 +44,7 @@ def install(
         assert mesh is not None
         group = RankGroup(mesh.get_group(TENSOR_AXIS))
         cut(model, actions, placements, group)
-        _patch_instance(model, group, actions)
+        patch_instance(model, group, actions)
     report = PatchReport(
         model_type=model.config.model_type,
         tensor_parallel_size=size,
@@ -94,7 +94,8 @@ REFUSED = (
 )
 
 
-def _patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> None:
+def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> None:
+    """Gives the model as a whole what it needs beside its modules: whole outputs, the loss of local logits, refusals."""
     head = model.get_output_embeddings()
     if not isinstance(head, ParallelLMHead):
         head = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -52,6 +52,9 @@ class ModelPlan:
     embeddings, where a class has them, are cut along the vocabulary, too.  A model with several stacks of layers, such
     as an encoder and a decoder, gives `stacks` instead of `attention`, `mlp` and `layers`, and often several
     embeddings: the plan covers those of them that a class has.
+
+    An inferred plan may leave the output embeddings whole (`head`), may hold only where the ranks divide every number
+    of heads and columns (`even_only`), and says which parts are `unproven` and therefore whole, by path, and why.
     """
 
     model_type: str
@@ -60,6 +63,9 @@ class ModelPlan:
     layers: str = "layers"
     embedding: str | tuple[str, ...] = "embed_tokens"
     stacks: tuple[Stack, ...] = ()
+    head: bool = True
+    even_only: bool = False
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
     def every_stack(self) -> tuple[Stack, ...]:
         """All stacks of layers, in the order of the plan."""
@@ -90,7 +96,8 @@ class ModelPlan:
     def record(self, schedule: Schedule) -> None:
         """Records the plan for the model of `schedule`; `PlanError` where a path of the plan does not exist."""
         self.record_layers(schedule, "")
-        record_head(schedule)
+        if self.head:
+            record_head(schedule)
 
     def record_layers(self, schedule: Schedule, path: str) -> None:
         """Records the embeddings and the layers of the model at `path`, which is that of `schedule` or a tower in it."""
@@ -102,7 +109,7 @@ class ModelPlan:
             if isinstance(self.embedding, str) or base.has(embedding):
                 schedule[prefix + embedding].shard("weight", 0).sync("output", "all_reduce")
         stacks = self.every_stack()
-        there = [stack for stack in stacks if len(stacks) == 1 or schedule.find(f"{prefix}{stack.layers}.*")]
+        there = [stack for stack in stacks if len(stacks) == 1 or schedule.find(_layers(prefix, stack))]
         if not there:
             raise PlanError(
                 f"{type(model).__name__} has none of the layers {[stack.layers for stack in stacks]} of the plan of "
@@ -110,8 +117,8 @@ class ModelPlan:
             )
         for stack in there:
             for role in stack.roles:
-                role.record(schedule[f"{prefix}{stack.layers}.*"], stack.config_of(model.config))
-            layers = schedule[f"{prefix}{stack.layers}.*"]
+                role.record(schedule[_layers(prefix, stack)], stack.config_of(model.config))
+            layers = schedule[_layers(prefix, stack)]
             if any(map(draws_random, layers)):
                 layers.fork_rng_in_blocks()
 
@@ -141,6 +148,10 @@ def record_head(schedule: Schedule) -> None:
         same = parameter is getattr(head, "bias", None) or tied.get(bias) == name or tied.get(name) == bias
         if same and owner != path:
             schedule[owner].replace(HoldsName(own_name))
+
+
+def _layers(prefix: str, stack: Stack) -> str:
+    return f"{prefix}{stack.layers}.*" if stack.layers else f"{prefix}*"
 
 
 def base_model_prefix(model: PreTrainedModel) -> str:

@@ -36,6 +36,7 @@ from optimum_trn.patching.primitives import (
     Primitive,
     ReplaceForward,
 )
+from optimum_trn.patching.region_styles import CutModule, SharedInputs
 from optimum_trn.patching.sequence import SequenceParallel
 from optimum_trn.patching.state import PatchReport
 from optimum_trn.patching.styles import (
@@ -275,7 +276,7 @@ class Schedule:
             if module.bias is not None and "bias" not in shards:
                 raise PlanError(f"{path}: the bias must be sharded along 0 with the weight, as the outputs are.")
             own = {"input gradient": "all_reduce"}
-            outer = [name for name in _ancestors(path) if "input gradient" in self._syncs.get(name, {})]
+            outer = [name for name in _ancestors(path) if self._enters(name)]
             if outer and "input gradient" in syncs:
                 raise PlanError(f"{path}: its input gradient would be summed twice, here and by {outer[0]}.")
             if "output" in syncs:
@@ -290,6 +291,11 @@ class Schedule:
             )
             return RowWise(self._blocks[path])
         raise PlanError(f"{path}: no layer of kind {type(module).__name__} computes with shards {shards}.")
+
+    def _enters(self, path: str) -> bool:
+        """Whether the module at a path sums the gradient of its input for all linears in it."""
+        entered = any(isinstance(style, SharedInputs) for style in self._replaced.get(path, ()))
+        return entered or "input gradient" in self._syncs.get(path, {})
 
     def _style_without_shards(self, path: str, syncs: dict[Value, Operation]) -> Style:
         if syncs == {"weight gradients": "all_reduce"}:
@@ -310,11 +316,11 @@ class Schedule:
 
     def _check_partitions(self, actions: list[Action]) -> None:
         """Partitioned outputs stay inside the layer of a module list that a row-wise linear ends."""
-        closed = {_layer(path) for path, style in actions if isinstance(style, RowWise)}
+        closed = {layer for path, style in actions if _leaves(style) for layer in _layers(path)}
         for path, style in actions:
-            if isinstance(style, ColumnWise) and _layer(path) not in closed:
+            if isinstance(style, ColumnWise) and not closed.intersection(_layers(path)):
                 raise PlanError(
-                    f"{path}: its output stays partitioned, but no row-wise linear of {_layer(path)!r} takes it."
+                    f"{path}: its output stays partitioned, but no row-wise linear of {_layers(path)[-1]!r} takes it."
                 )
 
 
@@ -411,7 +417,11 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _layer(path: str) -> str:
-    """The path up to its last index into a module list; empty if it has none."""
+def _layers(path: str) -> list[str]:
+    """The path up to each of its indices into module lists; the whole model if it has none."""
     parts = path.split(".")
-    return ".".join(parts[: max((index + 1 for index, part in enumerate(parts) if part.isdigit()), default=0)])
+    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()] or [""]
+
+
+def _leaves(style: Style) -> bool:
+    return isinstance(style, RowWise) or (isinstance(style, CutModule) and style.leaves)

@@ -60,12 +60,11 @@ def _become(module: nn.Module, cls: type[M]) -> M:
     return cast(M, module)
 
 
-def _become_stock(module: nn.Module, *attributes: str) -> Any:
+def _become_stock(module: nn.Module, *attributes: str) -> None:
     """The same instance, of its stock class, without the attributes that only the parallel class has."""
     for name in ("group", *attributes):
         delattr(module, name)
     module.__class__ = module.__dict__.pop("stock_class")
-    return module
 
 
 def weight_dims(linear: nn.Module) -> tuple[int, int]:
@@ -102,20 +101,12 @@ class ColumnWise:
         return _linear_placements(module, num_ranks, weight_dims(module)[0], self.blocks)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        if isinstance(module, Conv1D):
-            module = _become(module, ColumnParallelConv1D)
-            module.nf = module.weight.shape[1]
-        else:
-            module = _become(module, ColumnParallelLinear)
-            module.out_features = module.weight.shape[0]
-        module.group, module.copies_input = group, self.copies_input
+        cls = ColumnParallelConv1D if isinstance(module, Conv1D) else ColumnParallelLinear
+        column: Any = _become(module, cls)
+        column.group, column.copies_input = group, self.copies_input
 
     def revert(self, module: nn.Module) -> None:
-        stock = _become_stock(module, "copies_input")
-        if isinstance(module, Conv1D):
-            stock.nf = stock.weight.shape[1]
-        else:
-            stock.out_features = stock.weight.shape[0]
+        _become_stock(module, "copies_input")
 
 
 @dataclass(frozen=True)
@@ -132,20 +123,11 @@ class RowWise:
         return _linear_placements(module, num_ranks, weight_dims(module)[1], self.blocks)
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
-        if isinstance(module, Conv1D):
-            module = _become(module, RowParallelConv1D)
-            module.nx = module.weight.shape[0]
-        else:
-            module = _become(module, RowParallelLinear)
-            module.in_features = module.weight.shape[1]
-        module.group = group
+        row: Any = _become(module, RowParallelConv1D if isinstance(module, Conv1D) else RowParallelLinear)
+        row.group = group
 
     def revert(self, module: nn.Module) -> None:
-        stock = _become_stock(module)
-        if isinstance(module, Conv1D):
-            stock.nx = stock.weight.shape[0]
-        else:
-            stock.in_features = stock.weight.shape[1]
+        _become_stock(module)
 
 
 @dataclass(frozen=True)
@@ -162,17 +144,10 @@ class VocabParallel:
     def apply(self, module: nn.Module, group: RankGroup) -> None:
         assert isinstance(module, nn.Embedding)
         module = _become(module, vocab_parallel_class(type(module)))
-        module.group, module.vocab_size, module.stock_padding_idx = group, module.num_embeddings, module.padding_idx
-        module.num_embeddings = module.weight.shape[0]
-        module.vocab_start = group.rank * module.num_embeddings
-        if module.padding_idx is not None:
-            local = module.padding_idx - module.vocab_start
-            module.padding_idx = local if 0 <= local < module.num_embeddings else None
+        module.group, module.vocab_start = group, group.rank * module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
-        assert isinstance(module, VocabParallelEmbedding)
-        module.num_embeddings, module.padding_idx = module.vocab_size, module.stock_padding_idx
-        _become_stock(module, "vocab_size", "vocab_start", "stock_padding_idx")
+        _become_stock(module, "vocab_start")
 
 
 def vocab_parallel_class(stock: type[nn.Embedding]) -> type[VocabParallelEmbedding]:
@@ -211,29 +186,33 @@ class VocabParallelHead:
     def apply(self, module: nn.Module, group: RankGroup) -> None:
         module = _become(module, ParallelLMHead)
         module.group, module.copies_input, module.gathers_output = group, True, True
-        module.vocab_size, module.out_features = module.out_features, module.weight.shape[0]
 
     def revert(self, module: nn.Module) -> None:
-        assert isinstance(module, ParallelLMHead)
-        _become_stock(module, "copies_input", "gathers_output", "vocab_size").out_features = module.weight.shape[0]
+        _become_stock(module, "copies_input", "gathers_output")
 
 
 @dataclass(frozen=True)
 class SummedGradients:
-    """A replicated module that sees sharded activations: the gradients of its own parameters are summed."""
+    """A replicated module that sees sharded activations: the gradients of its own parameters are summed.
+
+    Only of those with `names`, if there are any.
+    """
+
+    names: tuple[str, ...] = ()
 
     def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
-        if any(True for child in module.children() for _ in child.parameters()):
+        if not self.names and any(True for child in module.children() for _ in child.parameters()):
             raise PlanError(f"SummedGradients is for a module that owns its parameters, not {type(module).__name__}.")
         return {
             name: Placement.replicate(parameter.shape, num_ranks)
             for name, parameter in module.named_parameters(recurse=False)
+            if name in self.names or not self.names
         }
 
     def apply(self, module: nn.Module, group: RankGroup) -> None:
         if "forward" in module.__dict__:
             raise PlanError(f"the forward of {type(module).__name__} was replaced on the instance before patching.")
-        module.forward = SummedGradientForward(module, group)
+        module.forward = SummedGradientForward(module, group, self.names)
 
     def revert(self, module: nn.Module) -> None:
         del module.forward

@@ -3,6 +3,7 @@
 from optimum_trn.patching.blocks.attention import Attention, FusedAttention, LatentAttention
 from optimum_trn.patching.blocks.experts import Experts
 from optimum_trn.patching.blocks.mlp import MLP, FusedGatedMLP, GatedMLP
+from optimum_trn.patching.blocks.region import Region
 from optimum_trn.patching.blocks.role import OneOf, Role, Where, column_wise
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GatedMLP",
     "LatentAttention",
     "OneOf",
+    "Region",
     "Role",
     "Where",
     "column_wise",
