@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -9,8 +11,19 @@ from transformers.pytorch_utils import Conv1D
 from optimum_trn.parallel.mesh import RankGroup
 
 
-class ColumnParallelConv1D(Conv1D):
-    """Each rank computes its own output features, as `ColumnParallelLinear` does; `nf` is local."""
+class ParallelConv1D(Conv1D):
+    """A layer whose `weight` is local, while `nx` and `nf` are those of the whole layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if name == "weight":
+            # PEFT reads the sizes of a Conv1D off its weight, and those of a sharded one here, as DeepSpeed names it.
+            value.ds_shape = (self.nx, self.nf)
+        return value
+
+
+class ColumnParallelConv1D(ParallelConv1D):
+    """Each rank computes its own output features, as `ColumnParallelLinear` does."""
 
     group: RankGroup
     copies_input: bool
@@ -21,8 +34,8 @@ class ColumnParallelConv1D(Conv1D):
         return F.linear(x, self.weight.t(), self.bias)
 
 
-class RowParallelConv1D(Conv1D):
-    """Each rank multiplies its own input features, as `RowParallelLinear` does; `nx` is local, the bias is whole."""
+class RowParallelConv1D(ParallelConv1D):
+    """Each rank multiplies its own input features, as `RowParallelLinear` does; the bias is whole."""
 
     group: RankGroup
 

@@ -14,25 +14,26 @@ from optimum_trn.parallel.mesh import RankGroup
 class VocabParallelEmbedding(nn.Embedding):
     """Each rank looks up the tokens of its own vocabulary range; the others contribute zeros to the sum.
 
-    `num_embeddings`, `padding_idx` and `weight` (num_embeddings, embedding_dim) are local; the range starts at
-    `vocab_start` of `vocab_size`, and may reach beyond it with rows that no token looks up.  A token outside the
-    vocabulary raises on all ranks, as it does in the stock layer.
+    `weight` (own tokens, embedding_dim) is local: its range of the vocabulary of `num_embeddings` starts at
+    `vocab_start` and may reach beyond the vocabulary, with rows that no token looks up.  A token outside the vocabulary
+    raises on all ranks, as it does in the stock layer.
     """
 
     group: RankGroup
-    vocab_size: int
     vocab_start: int
-    stock_padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         # An assertion without a synchronisation on the host, and one that all ranks fail together.
         torch._assert_async(
-            ((input >= 0) & (input < self.vocab_size)).all(),
-            f"a token id is outside the vocabulary of {self.vocab_size}",
+            ((input >= 0) & (input < self.num_embeddings)).all(),
+            f"a token id is outside the vocabulary of {self.num_embeddings}",
         )
         index = input - self.vocab_start
-        elsewhere = (index < 0) | (index >= self.num_embeddings)
-        output = F.embedding(index.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        own_tokens = self.weight.shape[0]
+        elsewhere = (index < 0) | (index >= own_tokens)
+        padding = None if self.padding_idx is None else self.padding_idx - self.vocab_start
+        padding = padding if padding is not None and 0 <= padding < own_tokens else None
+        output = F.embedding(index.masked_fill(elsewhere, 0), self.weight, padding)
         output = output.masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_from_group(output, self.group.process_group)
 
@@ -43,16 +44,18 @@ class VocabParallelEmbedding(nn.Embedding):
 class ParallelLMHead(ColumnParallelLinear):
     """The output head: each rank computes the logits of its own vocabulary range.
 
-    They are gathered to (..., vocab_size), unless `gathers_output` is off while a vocabulary-parallel loss takes them:
-    then the range of the last ranks may reach beyond the vocabulary, with logits that mean nothing.
+    They are gathered to (..., out_features), unless `gathers_output` is off while a vocabulary-parallel loss takes
+    them: then the range of the last ranks may reach beyond the vocabulary, with logits that mean nothing.
     """
 
     gathers_output: bool
-    vocab_size: int
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = F.linear(copy_to_group(input, self.group.process_group), self.weight, self.bias)
+        return self.output(F.linear(copy_to_group(input, self.group.process_group), self.weight, self.bias))
+
+    def output(self, logits: Tensor) -> Tensor:
+        """What the head gives of this rank's logits, (..., own tokens)."""
         if not self.gathers_output:
             return logits
         logits = gather_from_group(logits, self.group.process_group, dim=-1)
-        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+        return logits if logits.shape[-1] == self.out_features else logits[..., : self.out_features]

@@ -11,8 +11,9 @@ from optimum_trn.parallel.mesh import RankGroup
 class ColumnParallelLinear(nn.Linear):
     """Each rank computes its own output features, from a replicated input of shape (..., in_features).
 
-    `out_features`, `weight` (out_features, in_features) and `bias` (out_features) are local.  With `copies_input` the
-    layer sums the gradient of its input over the group itself; several layers with one input leave that to their block.
+    `weight` (own features, in_features) and `bias` (own features) are local; `out_features` is that of the whole layer,
+    which is what other libraries ask for.  With `copies_input` the layer sums the gradient of its input over the group
+    itself; several layers with one input leave that to their block.
     """
 
     group: RankGroup
@@ -28,10 +29,10 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """Each rank multiplies its own input features of shape (..., in_features); the sum over the group is the output.
+    """Each rank multiplies its own input features, of shape (..., own features); the sum over the group is the output.
 
-    `in_features` and `weight` (out_features, in_features) are local, `bias` (out_features) is whole and added once,
-    after the sum.
+    `weight` (out_features, own features) is local, `in_features` is that of the whole layer, and `bias` (out_features)
+    is whole and added once, after the sum.
     """
 
     group: RankGroup

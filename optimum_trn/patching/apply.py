@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig
+from optimum_trn.patching.adapters import adapters_aside
 from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
 from optimum_trn.patching.schedule import Schedule
@@ -17,7 +18,8 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     """Makes a stock transformers model tensor-parallel, in place: on this rank only its own shards are left.
 
     Works on real weights, whose full storage is freed parameter by parameter, and on the meta device.  Without `mesh`,
-    one is built over all ranks.  The model is as it was when this raises: `MeshError` (degrees and world size),
+    one is built over all ranks.  PEFT may have wrapped its layers; a `PeftModel` itself is patched by its
+    `get_base_model()`.  The model is as it was when this raises: `MeshError` (degrees and world size),
     `PlanError` (sizes that do not divide, modules that the plan does not fit, a patched model) or
     `UnsupportedModelError`.
     """
@@ -33,11 +35,12 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     assert mesh is not None
     plan = plan_for(model.config)
     plan.validate(model.config, size)
-    schedule = Schedule(model, mesh)
-    plan.record(schedule)
-    if parallel_config.sequence_parallel:
-        plan.record_sequence(schedule)
-    return schedule.apply()
+    with adapters_aside(model):
+        schedule = Schedule(model, mesh)
+        plan.record(schedule)
+        if parallel_config.sequence_parallel:
+            plan.record_sequence(schedule)
+        return schedule.apply()
 
 
 def unpatch_model(model: PreTrainedModel) -> None:

@@ -16,8 +16,10 @@ from optimum_trn.parallel.cuts import HeadLayout, Heads
 from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss, VocabParallelMaskedLMLoss
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, RankGroup
+from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, watch_for_adapters
 from optimum_trn.patching.cutting import cut, place_parameters, restore
 from optimum_trn.patching.outputs import PatchedForward
+from optimum_trn.patching.pipelining import concerns, cut_stages
 from optimum_trn.patching.resize import ResizeTokenEmbeddings
 from optimum_trn.patching.sequence import sequence_of
 from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchReport, PatchState, state_of
@@ -40,6 +42,9 @@ def install(
     size = parallel_config.tensor_parallel_size
     total_parameters = sum(parameter.numel() for parameter in model.parameters())
     placements = place_parameters(model, actions, size)
+    pipeline = cut_stages(model, actions, parallel_config, mesh)
+    if pipeline is not None:
+        actions = [action for action in actions if concerns(pipeline, action)]
     if actions:
         assert mesh is not None
         group = RankGroup(mesh.get_group(TENSOR_AXIS))
@@ -59,7 +64,7 @@ def install(
         local_parameters=sum(parameter.numel() for parameter in model.parameters()),
         local_logits=isinstance(model.loss_function, VocabParallelCausalLMLoss),
     )
-    state = PatchState(parallel_config, mesh, tuple(actions), placements, report)
+    state = PatchState(parallel_config, mesh, tuple(actions), placements, report, pipeline)
     setattr(model, STATE_ATTRIBUTE, state)
     return state
 
@@ -69,6 +74,8 @@ def uninstall(model: PreTrainedModel) -> None:
     state = state_of(model)
     if state is None:
         raise PlanError(f"{type(model).__name__} is not patched.")
+    if has_adapters(model):
+        raise PlanError("The model has adapters of PEFT. Take them off first: merge_and_unload() or unload().")
     if state.actions:
         restore(model, state.actions, state.placements, state.tp_group)
         _unpatch_instance(model)
@@ -99,13 +106,14 @@ def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> N
     head = model.get_output_embeddings()
     if not isinstance(head, ParallelLMHead):
         head = None
-    model.forward = PatchedForward(model, head, group, _head_orders(actions, group.size), sequence_of(actions, group))
+    model.forward = PatchedForward(model, group, _head_orders(actions, group.size), sequence_of(actions, group))
     stock_loss = model.loss_function
     if head is not None and stock_loss in VOCAB_PARALLEL_LOSSES and _calls_loss_function(model):
         model.loss_function = VOCAB_PARALLEL_LOSSES[stock_loss](stock_loss, group)
     model.resize_token_embeddings = ResizeTokenEmbeddings(model)
     for refusal in REFUSED:
         setattr(model, refusal.method, refusal)
+    watch_for_adapters(model)
 
 
 def _head_orders(actions: Sequence[Action], num_ranks: int) -> dict[int, list[int]]:
@@ -132,6 +140,7 @@ def _calls_loss_function(model: nn.Module) -> bool:
 
 
 def _unpatch_instance(model: Any) -> None:
+    unwatch_for_adapters(model)
     forward = model.__dict__.pop("forward")
     if forward.wrapped is not None:
         model.forward = forward.wrapped

@@ -15,6 +15,7 @@ from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.sequence import SequenceGroup
+from optimum_trn.patching.adapters import adopt_adapters
 
 
 class PatchedForward:
@@ -29,13 +30,11 @@ class PatchedForward:
     def __init__(
         self,
         model: PreTrainedModel,
-        head: ParallelLMHead | None,
         group: RankGroup,
         head_orders: Mapping[int, list[int]],
         sequence: SequenceGroup | None,
     ) -> None:
         self.model = model
-        self.head = head
         self.group = group
         self.head_orders = dict(head_orders)
         self.sequence = sequence
@@ -47,18 +46,20 @@ class PatchedForward:
         return inspect.signature(type(self.model).forward.__get__(self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adopt_adapters(self.model)
         forward = self.wrapped or type(self.model).forward.__get__(self.model)
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = self.model.config.return_dict
-        local_logits = self._logits_stay_local(args, kwargs)
-        if self.head is not None:
-            self.head.gathers_output = not local_logits
+        heads = self._heads()
+        local_logits = bool(heads) and self._logits_stay_local(args, kwargs)
+        for head in heads:
+            head.gathers_output = not local_logits
         try:
             outputs = forward(*args, return_dict=True, **kwargs)
         finally:
-            if self.head is not None:
-                self.head.gathers_output = True
+            for head in heads:
+                head.gathers_output = True
         if local_logits:
             outputs.logits = None
         self._make_whole(outputs)
@@ -88,10 +89,13 @@ class PatchedForward:
         order = self.head_orders.get(weights.shape[1])
         return gathered if order is None else gathered[:, order]
 
+    def _heads(self) -> list[ParallelLMHead]:
+        """The parallel head of the model, and the copies of it that PEFT may have made."""
+        head = self.model.get_output_embeddings()
+        return [] if head is None else [inner for inner in head.modules() if isinstance(inner, ParallelLMHead)]
+
     def _logits_stay_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self.model.training or self.head is None:
-            return False
-        if not isinstance(self.model.loss_function, VocabParallelCausalLMLoss):
+        if not self.model.training or not isinstance(self.model.loss_function, VocabParallelCausalLMLoss):
             return False
         labels = kwargs.get("labels")
         if labels is None and args:

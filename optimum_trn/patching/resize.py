@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from optimum_trn.parallel.embedding import ParallelLMHead
+from optimum_trn.errors import PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, RankGroup
+from optimum_trn.patching.adapters import has_adapters
 from optimum_trn.patching.cutting import cut, place_parameters, restore
-from optimum_trn.patching.outputs import PatchedForward
 from optimum_trn.patching.state import STATE_ATTRIBUTE, state_of
 from optimum_trn.patching.styles import HoldsName, VocabParallel, VocabParallelHead
 
@@ -32,6 +32,8 @@ class ResizeTokenEmbeddings:
         model = self.model
         state = state_of(model)
         assert state is not None and state.mesh is not None
+        if has_adapters(model):
+            raise PlanError("The vocabulary cannot be resized under adapters: resize it before PEFT adds them.")
         kinds = (VocabParallel, VocabParallelHead, HoldsName)
         actions = [action for action in state.actions if isinstance(action.style, kinds)]
         restore(model, actions, state.placements, state.tp_group)
@@ -48,10 +50,6 @@ class ResizeTokenEmbeddings:
         names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in resized}
         placements = {**state.placements, **{name: placed[name] for name in names}}
         cut(model, actions, placements, RankGroup(state.mesh.get_group(TENSOR_AXIS)))
-        head = model.get_output_embeddings()
-        forward = model.__dict__["forward"]
-        assert isinstance(forward, PatchedForward)
-        forward.head = head if isinstance(head, ParallelLMHead) else None
         sizes = {name: torch.Size(placements[name].global_shape).numel() for name, _ in model.named_parameters()}
         report = replace(
             state.report,

@@ -51,7 +51,7 @@ def standalone(rank, world_size):
     torch.manual_seed(0)
     up, down, x = nn.Linear(6, 8), nn.Linear(8, 5), torch.randn(2, 3, 6)
     column, row = cut(up, ColumnWise(copies_input=True), group), cut(down, RowWise(), group)
-    assert (column.out_features, row.in_features) == (4, 4)
+    assert column.weight.shape == (4, 6) and (column.out_features, row.in_features) == (8, 8)  # the whole layers'
     mine, theirs = x.clone().to(device).requires_grad_(), x.clone().requires_grad_()
     actual, expected = row(column(mine).relu()), down(up(theirs).relu())
     actual.sum().backward()
