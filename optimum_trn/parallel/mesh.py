@@ -129,6 +129,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def pipeline_size(mesh: DeviceMesh | None) -> int:
+    """How many ranks share the layers of one copy of the model; a mesh without that axis has one."""
+    has_axis = mesh is not None and PIPELINE_AXIS in (mesh.mesh_dim_names or ())
+    return mesh[PIPELINE_AXIS].size() if mesh is not None and has_axis else 1
+
+
 class RankGroup:
     """A process group that a module may hold: deep copies share it, and a pickle finds it again by its name.
 

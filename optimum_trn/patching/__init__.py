@@ -19,7 +19,7 @@ from optimum_trn.patching.marks import annotations_of, stages_of
 from optimum_trn.patching.plan import ModelPlan, Stack
 from optimum_trn.patching.registry import get_plan, register_plan, supported_models
 from optimum_trn.patching.schedule import Schedule
-from optimum_trn.patching.state import PatchReport, PatchState, state_of
+from optimum_trn.patching.state import PatchReport, PatchState, pipeline_of, state_of
 
 __all__ = [
     "MLP",
@@ -42,6 +42,7 @@ __all__ = [
     "annotations_of",
     "get_plan",
     "patch_model",
+    "pipeline_of",
     "plan_for",
     "register_plan",
     "stages_of",

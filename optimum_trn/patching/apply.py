@@ -6,11 +6,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from optimum_trn.errors import MeshError, PlanError
-from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig
+from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
 from optimum_trn.patching.adapters import adapters_aside
 from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
 from optimum_trn.patching.schedule import Schedule
+from optimum_trn.patching.stage_plan import record_stages, validate_stages
 from optimum_trn.patching.state import PatchReport, state_of
 
 
@@ -30,14 +31,24 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
         mesh = parallel_config.build_mesh()
     elif mesh[TENSOR_AXIS].size() != size:
         raise MeshError(f"tensor_parallel_size is {size}, but the mesh has {mesh[TENSOR_AXIS].size()} such ranks.")
-    if size == 1:
+    stages = parallel_config.num_stages
+    if pipeline_size(mesh) != parallel_config.pipeline_parallel_size:
+        raise MeshError(
+            f"pipeline_parallel_size is {parallel_config.pipeline_parallel_size}, but the mesh has "
+            f"{pipeline_size(mesh)} such ranks."
+        )
+    if size == 1 and stages == 1:
         return install(model, (), parallel_config, mesh).report
     assert mesh is not None
     plan = plan_for(model.config)
     plan.validate(model.config, size)
+    validate_stages(plan, model.config, stages)
     with adapters_aside(model):
-        schedule = Schedule(model, mesh)
-        plan.record(schedule)
+        schedule = Schedule(model, mesh, parallel_config.pipeline_schedule)
+        if size > 1:
+            plan.record(schedule)
+        if stages > 1:
+            record_stages(plan, schedule, stages)
         if parallel_config.sequence_parallel:
             plan.record_sequence(schedule)
         return schedule.apply()

@@ -39,6 +39,11 @@ class EndsStage(Mark):
     """The last layer of a pipeline stage."""
 
 
+@dataclass(frozen=True)
+class BeforeLayers(Mark):
+    """A module beside the layers that is used before them although it is registered after them."""
+
+
 def annotations_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The tags of the parameters of a patched model, by fully qualified name; the model's copies have them, too."""
     state = state_of(model)

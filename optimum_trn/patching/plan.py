@@ -55,6 +55,9 @@ class ModelPlan:
 
     An inferred plan may leave the output embeddings whole (`head`), may hold only where the ranks divide every number
     of heads and columns (`even_only`), and says which parts are `unproven` and therefore whole, by path, and why.
+
+    For pipeline stages: `before_layers` are modules that are used before the layers but registered after them, and a
+    model that `shares_layers` uses one layer several times.
     """
 
     model_type: str
@@ -66,6 +69,8 @@ class ModelPlan:
     head: bool = True
     even_only: bool = False
     unproven: Mapping[str, str] = field(default_factory=dict)
+    before_layers: tuple[str, ...] = ()
+    shares_layers: bool = False
 
     def every_stack(self) -> tuple[Stack, ...]:
         """All stacks of layers, in the order of the plan."""

@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import Block
-from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig
+from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
+from optimum_trn.parallel.schedules import ScheduleName
 from optimum_trn.patching.autotune import Chosen, Space, Tuning, autotune
 from optimum_trn.patching.dropout import ForkRngInBlocks
 from optimum_trn.patching.engine import install, uninstall
@@ -104,9 +105,10 @@ class Schedule:
     parameter, a parameter sharded twice); what takes all steps together to judge, such as a missing sync, in `check`.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, pipeline_schedule: ScheduleName = "1f1b") -> None:
         self.model = model
         self.mesh = mesh
+        self.pipeline_schedule: ScheduleName = pipeline_schedule
         self.num_ranks = mesh[TENSOR_AXIS].size()
         self.journal: list[Step] = []
         names = (name for name, _ in model.named_modules(remove_duplicate=False))
@@ -223,7 +225,12 @@ class Schedule:
     @property
     def _parallel_config(self) -> ParallelConfig:
         shares = any(isinstance(primitive, SequenceParallel) for primitive, _ in self._primitives)
-        return ParallelConfig(self.num_ranks, sequence_parallel=shares)
+        return ParallelConfig(
+            self.num_ranks,
+            sequence_parallel=shares,
+            pipeline_parallel_size=pipeline_size(self.mesh),
+            pipeline_schedule=self.pipeline_schedule,
+        )
 
     def verify(self, batch: Mapping[str, Tensor], seed: int = 0) -> Verification:
         """Checks the schedule and compares a scheduled copy of the model with the model itself, in one training step.

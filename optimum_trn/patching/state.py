@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from optimum_trn.parallel.mesh import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.styles import Action
 
 STATE_ATTRIBUTE = "_optimum_trn_patch"
@@ -59,6 +60,7 @@ class PatchState:
     actions: tuple[Action, ...]
     placements: dict[str, Placement]
     report: PatchReport
+    pipeline: PipelinedModel | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self
@@ -88,3 +90,9 @@ def state_of(model: nn.Module) -> PatchState | None:
     """The state that `patch_model` left on the instance, or None if the model is not patched."""
     state: PatchState | None = getattr(model, STATE_ATTRIBUTE, None)
     return state
+
+
+def pipeline_of(model: nn.Module) -> PipelinedModel | None:
+    """What runs the stages of a model whose layers are cut over a pipeline, or None if they are not."""
+    state = state_of(model)
+    return None if state is None else state.pipeline

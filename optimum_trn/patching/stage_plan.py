@@ -1,0 +1,66 @@
+"""Where the plan of a model type lets its layers be cut into pipeline stages, by what each of them costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from optimum_trn.errors import PlanError, UnsupportedModelError
+from optimum_trn.patching.balance import balanced_ends, cost
+from optimum_trn.patching.composite import CompositePlan
+from optimum_trn.patching.marks import BeforeLayers
+from optimum_trn.patching.plan import ModelPlan, base_model_prefix
+from optimum_trn.patching.schedule import Schedule
+from optimum_trn.patching.stages import sides_of
+
+
+def validate_stages(plan: ModelPlan | CompositePlan, config: Any, num_stages: int) -> None:
+    """Raises `PlanError` for more stages than layers, and `UnsupportedModelError` for models without a pipeline cut."""
+    if num_stages == 1:
+        return
+    if isinstance(plan, CompositePlan) or len(plan.every_stack()) != 1:
+        raise UnsupportedModelError(
+            f"{plan.model_type} has several stacks of layers, which are not cut into pipeline stages. Set "
+            "pipeline_parallel_size=1."
+        )
+    stack = plan.every_stack()[0]
+    if "*" in stack.layers or plan.shares_layers:
+        raise UnsupportedModelError(
+            f"{plan.model_type} uses the same weights in several layers, so that no stage can have them alone. "
+            "Set pipeline_parallel_size=1."
+        )
+    layers = stack.config_of(config).num_hidden_layers
+    if num_stages > layers:
+        raise PlanError(
+            f"{plan.model_type}: {layers} layers cannot make {num_stages} pipeline stages; {layers} is the most. "
+            "Lower pipeline_parallel_size, or take a schedule with one stage a rank."
+        )
+
+
+def record_stages(plan: ModelPlan | CompositePlan, schedule: Schedule, num_stages: int) -> None:
+    """Records a cut into `num_stages` whose most expensive stage costs least, unless the schedule has a cut already."""
+    model = schedule.model
+    validate_stages(plan, model.config, num_stages)
+    assert isinstance(plan, ModelPlan) and isinstance(model, PreTrainedModel)
+    prefix = base_model_prefix(model)
+    for name in plan.before_layers:
+        if schedule.find(prefix + name):
+            schedule[prefix + name].replace(BeforeLayers())
+    stack = prefix + plan.every_stack()[0].layers
+    layers = model.get_submodule(stack)
+    sides = sides_of(model, stack, [prefix + name for name in plan.before_layers])
+    config = plan.every_stack()[0].config_of(model.config)
+    outside = {"before": 0.0, "after": 0.0}
+    for path, side in sides.items():
+        outside[side] += _cost_outside(model, model.get_submodule(path), config)
+    costs = [cost(layer, config) for layer in layers.children()]
+    for end in balanced_ends(costs, num_stages, outside["before"], outside["after"]):
+        schedule[f"{stack}.{end}"].cut_pipeline_stage()
+
+
+def _cost_outside(model: PreTrainedModel, module: nn.Module, config: Any) -> float:
+    """The head multiplies with all of its weight, also where it is tied to a look-up table."""
+    head = model.get_output_embeddings()
+    return cost(module, config) if module is not head or head is None else float(head.get_parameter("weight").numel())

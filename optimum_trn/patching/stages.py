@@ -1,0 +1,195 @@
+"""Pipeline stages of one model instance: each runs the stock forward with `Elsewhere` modules for what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from optimum_trn.errors import UnsupportedModelError
+from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.patching.elsewhere import Elsewhere, HandOver, Passage, PassingLayer, ShapeOnly, Side, on_meta
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """Which stage has which module, and which tensor: the same on all ranks.
+
+    `modules` has the layers and everything with parameters beside them, by path; `tensors` everything in the state dict
+    of the whole model, by each of its names, in order.  `tied` lists, for each parameter that goes by names on several
+    stages, a name on each of them.
+    """
+
+    num_stages: int
+    layers: tuple[str, ...]
+    modules: dict[str, int]
+    sides: dict[str, Side]
+    tensors: dict[str, Tensor]
+    aliases: dict[str, tuple[str, ...]]
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that has the tensor or module of that name; None if all have it."""
+        while name:
+            if name in self.modules:
+                return self.modules[name]
+            name = name.rpartition(".")[0]
+        return None
+
+
+def map_stages(model: nn.Module, ends: Sequence[str], before_layers: Sequence[str] = ()) -> StageMap:
+    """The stages of a whole model that end after the layers at `ends`.
+
+    Of the modules beside the layers, those that are registered before the layers belong to the first stage, and the
+    others to the last one, except those of `before_layers`.  `UnsupportedModelError` for parameters that belong to no
+    such module.
+    """
+    stack = ends[0].rpartition(".")[0]
+    layers = tuple(f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children())
+    modules: dict[str, int] = {}
+    stage = 0
+    for path in layers:
+        modules[path] = stage
+        stage += path in ends
+    sides = sides_of(model, stack, before_layers)
+    modules |= {path: 0 if side == "before" else stage for path, side in sides.items()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    # On the meta device, tied names may not be one parameter yet.
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        groups = [group for group in names.values() if target in group or source in group]
+        if len(groups) == 2:
+            groups[0] += groups[1]
+            groups[1].clear()
+    aliases = {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+    tensors = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
+    return StageMap(stage + 1, layers, modules, sides, tensors, aliases)
+
+
+def sides_of(model: nn.Module, stack: str, before_layers: Sequence[str] = ()) -> dict[str, Side]:
+    """Which of the modules with parameters beside the layers of a stack are used before, and which after them."""
+    sides: dict[str, Side] = {}
+    parts = stack.split(".")
+    for depth, part in enumerate(parts):
+        parent_path = ".".join(parts[:depth])
+        parent = model.get_submodule(parent_path)
+        own = [name for name, _ in parent.named_parameters(recurse=False)]
+        if own:
+            raise UnsupportedModelError(
+                f"{type(parent).__name__} has the parameters {', '.join(own)} of its own, next to its layers: which "
+                "pipeline stage needs them is unknown. Set pipeline_parallel_size=1 for this model."
+            )
+        reached = False
+        for name, child in parent.named_children():
+            path = f"{parent_path}.{name}" if parent_path else name
+            if name == part:
+                reached = True
+            elif any(True for _ in child.parameters()):
+                sides[path] = "before" if not reached or path in before_layers else "after"
+    return sides
+
+
+class StagedModel:
+    """The stages of a model that this rank runs; the modules of all others are `Elsewhere`."""
+
+    def __init__(self, model: Any, stages: StageMap, group: RankGroup) -> None:
+        self.model = model
+        self.stages = stages
+        self.group = group
+        self.passage = Passage()
+        self.running: int | None = None
+        self.own = list(range(group.rank, stages.num_stages, group.size))
+        self.elsewhere: dict[str, Elsewhere] = {}
+        self.local: dict[str, nn.Module] = {}
+        for path, stage in stages.modules.items():
+            module = model.get_submodule(path)
+            if stage in self.own:
+                self.local[path] = module
+                if len(self.own) == 1:
+                    continue
+            stock = on_meta(module)
+            side = stages.sides.get(path)
+            self.elsewhere[path] = (
+                PassingLayer(stock, self.passage) if side is None else ShapeOnly(stock, self.passage, side)
+            )
+            if stage not in self.own:
+                self._put(path, self.elsewhere[path])
+        for stage in self.own[: len(self.own) - self.is_last]:
+            last = [path for path in stages.layers if stages.modules[path] == stage][-1]
+            self.local[last].register_forward_hook(HandOver(self.passage, stage, lambda: self.running))
+        self._stock_ties = model.all_tied_weights_keys
+        model.all_tied_weights_keys = {
+            target: source for target, source in self._stock_ties.items() if self.holds(target) and self.holds(source)
+        }
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.own[-1] == self.stages.num_stages - 1
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has the tensor of that name."""
+        stage = self.stages.stage_of(name)
+        return stage is None or stage in self.own
+
+    def holders(self, name: str) -> list[int]:
+        """The ranks that have the tensor of that name, or one that is tied to it, in ascending order."""
+        ranks = set()
+        for alias in self.stages.aliases.get(name, (name,)):
+            stage = self.stages.stage_of(alias)
+            ranks |= set(range(self.group.size)) if stage is None else {stage % self.group.size}
+        return sorted(ranks)
+
+    def tied_over_ranks(self) -> dict[str, list[int]]:
+        """The parameters of this rank that others have, too, in an order that all ranks share, and who has them."""
+        seen: set[int] = set()
+        found = {}
+        for names in dict.fromkeys(self.stages.aliases.values()):
+            holders = self.holders(names[0])
+            mine = next((name for name in names if self.holds(name)), None)
+            if len(holders) > 1 and mine is not None and id(self.model.get_parameter(mine)) not in seen:
+                seen.add(id(self.model.get_parameter(mine)))
+                found[mine] = holders
+        return found
+
+    def weights(self, stage: int) -> list[nn.Parameter]:
+        """The trained parameters of a stage of this rank."""
+        found = {
+            id(parameter): parameter
+            for path, module in self.local.items()
+            if self.stages.modules[path] == stage
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        }
+        return list(found.values())
+
+    def run(self, stage: int, received: Any, call: Callable[[], Any]) -> Any:
+        """Calls the model as that stage: what the next one receives, or what `call` returns if it is the last one."""
+        with self._only(stage):
+            self.passage.received, self.passage.sent, self.passage.phase = received, None, "before"
+            self.running = stage
+            try:
+                result = call()
+                return result if stage == self.stages.num_stages - 1 else self.passage.sent
+            finally:
+                self.running = None
+                self.passage.received, self.passage.sent, self.passage.phase = None, None, "idle"
+
+    @contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """While active, the modules of this rank's other stages are elsewhere, too."""
+        others = [path for path in self.local if self.stages.modules[path] != stage]
+        for path in others:
+            self._put(path, self.elsewhere[path])
+        try:
+            yield
+        finally:
+            for path in others:
+                self._put(path, self.local[path])
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        owner, _, name = path.rpartition(".")
+        self.model.get_submodule(owner)._modules[name] = module
