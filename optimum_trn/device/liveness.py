@@ -37,7 +37,7 @@ class Peers:
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("", 0), backlog=256)
-        self.address = f"{_local_host()}:{self._listener.getsockname()[1]}"
+        self.address = f"{local_host()}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._connections: dict[str, socket.socket] = {}
         self._left: set[str] = set()
@@ -148,7 +148,7 @@ def _reason(rank: int) -> str:
     return f"rank {rank} of the group died (its process ended without leaving the group)."
 
 
-def _local_host() -> str:
+def local_host() -> str:
     """This host's address as the others can reach it: the one that packets to MASTER_ADDR leave from."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:

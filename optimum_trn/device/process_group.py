@@ -1,5 +1,6 @@
 """Registers the c10d backend `neuron` (csrc/process_group.cpp) and builds its groups."""
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,10 +22,24 @@ def register() -> None:
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
     liveness.announce(store, rank)
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo = dist.ProcessGroupGloo(store, rank, size, _gloo_options(timeout))
     # Or a rank that is done at once would close connections that others are still making.
     gloo.barrier().wait()  # type: ignore[attr-defined]
     extension = load_extension()
     group: Backend = extension.ProcessGroupNeuron(gloo)
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
     return group
+
+
+def _gloo_options(timeout: timedelta) -> "dist.ProcessGroupGloo._Options":
+    """gloo listens where the other hosts can reach this one; left alone, where the host's own name points: often home.
+
+    An interface that the user names in GLOO_SOCKET_IFNAME is gloo's to find.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=liveness.local_host())]
+    return options
