@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -146,6 +147,11 @@ class RankGroup:
         self.process_group = process_group
         self.rank: int = dist.get_rank(process_group)
         self.size: int = dist.get_world_size(process_group)
+
+    def among(self, ranks: Sequence[int]) -> RankGroup:
+        """The group of some of the ranks of this one; each of them must call it."""
+        world_ranks = [dist.get_global_rank(self.process_group, rank) for rank in ranks]
+        return RankGroup(dist.new_group(world_ranks, use_local_synchronization=True))
 
     def enter(self, tensor: Tensor) -> Tensor:
         """What a sharded block reads, which all ranks hold: its gradient is the sum of their partial ones."""
