@@ -8,3 +8,4 @@ from optimum_trn.patching import ModelPlan, register_plan
 NORMED_ATTENTION = replace(ATTENTION, per_head={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0})
 
 register_plan(ModelPlan("cohere", attention=NORMED_ATTENTION, mlp=MLP))
+register_plan(ModelPlan("cohere2", attention=ATTENTION, mlp=MLP))

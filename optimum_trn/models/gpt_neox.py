@@ -10,3 +10,15 @@ register_plan(
         mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     )
 )
+register_plan(
+    ModelPlan(
+        "persimmon",
+        attention=FusedAttention(
+            qkv="self_attn.query_key_value",
+            o="self_attn.dense",
+            per_head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+            attributes=("num_heads",),
+        ),
+        mlp=MLP(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    )
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from optimum_trn.errors import PlanError, UnsupportedModelError
+from optimum_trn.errors import PlanError
 from optimum_trn.patching.plan import ModelPlan, record_head
 from optimum_trn.patching.registry import find_plan, get_plan
 from optimum_trn.patching.schedule import Schedule
@@ -43,13 +43,18 @@ class CompositePlan:
                 recorded.append(path)
         if not recorded:
             raise PlanError(f"{type(schedule.model).__name__} has none of the towers {sorted(plans)} of its config.")
-        record_head(schedule)
+        heads = []
+        for path in ("", *recorded):  # the model often has the head of a tower as its own
+            head = schedule.model.get_submodule(path).get_output_embeddings()
+            if head is not None and not any(head is other for other in heads):
+                heads.append(head)
+                record_head(schedule, path)
 
     def record_sequence(self, schedule: Schedule) -> None:
         """Sequence parallelism needs one stack of layers with one sequence."""
         raise PlanError(
             f"{self.model_type}: sequence_parallel=True is for decoders, one stack of causal layers; this model has "
-            f"several towers. Leave it off."
+            "several towers. Leave it off."
         )
 
 

@@ -105,7 +105,7 @@ class ModelPlan:
             record_head(schedule)
 
     def record_layers(self, schedule: Schedule, path: str) -> None:
-        """Records the embeddings and the layers of the model at `path`, which is that of `schedule` or a tower in it."""
+        """Records embeddings and layers of the model at `path`, which is that of `schedule` or a tower in it."""
         model = schedule.model.get_submodule(path)
         assert isinstance(model, PreTrainedModel)
         prefix = (f"{path}." if path else "") + base_model_prefix(model)
@@ -138,9 +138,11 @@ class ModelPlan:
         schedule[f"{base_model_prefix(schedule.model)}{stacks[0].layers}.*"].sequence_parallel()
 
 
-def record_head(schedule: Schedule) -> None:
-    """Cuts the output embeddings along the vocabulary, whatever they are called."""
-    head = schedule.model.get_output_embeddings()
+def record_head(schedule: Schedule, model_path: str = "") -> None:
+    """Cuts the output embeddings of the model at a path along the vocabulary, whatever they are called."""
+    model = schedule.model.get_submodule(model_path)
+    assert isinstance(model, PreTrainedModel)
+    head = model.get_output_embeddings()
     path = next((name for name, module in schedule.model.named_modules() if module is head), None)
     if head is None or path is None:
         return
