@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -130,6 +130,10 @@ class SimulatedGroup(RankGroup):
         self.process_group = SimulatedProcessGroup(ranks, rank)
         self.rank = rank
         self.size = ranks.size
+
+    def among(self, ranks: Sequence[int]) -> RankGroup:
+        """Not simulated: `MeshError`."""
+        raise MeshError(f"Only all {self.size} simulated ranks make a group, not {list(ranks)}.")
 
 
 class SimulatedMesh:

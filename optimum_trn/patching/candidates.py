@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,12 @@ CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_head", "encoder_attention
 MANY = 60
 
 
-def candidates(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
-    """At most a few dozen regions for one part of a traced model."""
-    found = {"attention": attentions, "mlp": feed_forwards, "experts": experts}[part.kind](part, model, trace)
+def candidates(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterator[Region]:
+    """At most a few dozen regions for parts of the same structure of a traced model."""
+    if parts[0].kind == "attention":
+        found = attentions(parts, model, trace)
+    else:
+        found = {"mlp": feed_forwards, "experts": experts}[parts[0].kind](parts[0], model, trace)
     return itertools.islice(found, MANY)
 
 
@@ -73,21 +76,22 @@ class Heads:
         return next((name for name in names if getattr(config, name, None) == count), None)
 
 
-def attentions(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
+def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterator[Region]:
     """Attentions: what is cut beside the projections, in which layout, and which numbers their forward reads."""
-    layer = model.get_submodule(part.layer)
-    block = layer.get_submodule(part.owner)
+    part = parts[0]
+    block = _block(part, model)
     heads = Heads(part, block, model, trace)
     if not heads.count or part.row is None:
         return
-    extra = _Extras(part, block, heads, trace)
+    extra = _Extras()
+    for other in parts:
+        own = Heads(other, _block(other, model), model, trace)
+        if own.count:
+            extra.collect(other, _block(other, model), own, trace)
     bases = list(_layouts(part, heads))
     choices = list(_numbers(part, block, heads))
     inputs = _inputs(part, model, trace, heads)
-    switched: list[frozenset[str]] = [frozenset()]
-    if extra.optional:
-        switched += [frozenset([name]) for name in extra.optional]
-        switched += [frozenset(extra.optional)] + [frozenset(pair) for pair in itertools.combinations(extra.optional, 2)]
+    switched = list(dict.fromkeys(extra.switches()))
     seen = set()
 
     order = [(b, n, s, {}) for b in bases for n in choices[:6] for s in switched[:1]]
@@ -102,7 +106,7 @@ def attentions(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
         inputs_of = {"inputs": inputs, **more}
         made = replace(
             base,
-            columns={**base.columns, **extra.columns(off)},
+            more=extra.columns(off),
             cut=extra.cut(off),
             whole_norms=extra.norms(off),
             attributes=numbers[0],
@@ -144,12 +148,15 @@ def _layouts(part: Part, heads: Heads) -> Iterator[Region]:
 class _Extras:
     """What an attention has beside its projections: further linears, tables and norms over heads."""
 
-    def __init__(self, part: Part, block: nn.Module, heads: Heads, trace: Trace) -> None:
-        assert heads.count
+    def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
         self.linears: dict[str, bool] = {}
         self.tables: dict[str, tuple[int, Kind]] = {}
         self.whole: list[str] = []
+
+    def collect(self, part: Part, block: nn.Module, heads: Heads, trace: Trace) -> None:
+        """Adds what one attention has."""
+        assert heads.count
         start = f"{part.owner}." if part.owner else ""
         keys = heads.keys or heads.count
         key_width = keys * heads.dim
@@ -201,10 +208,18 @@ class _Extras:
                 if value.shape[dim] in sizes:
                     self.tables[full.lstrip(".")] = (dim, sizes[value.shape[dim]])
 
-    @property
-    def optional(self) -> list[str]:
-        """What may be left out, or taken in."""
-        return [*self.linears, *self.tables, *dict.fromkeys(self.whole)]
+    def switches(self) -> Iterator[frozenset[str]]:
+        """What to leave out, or take in, against the usual: nothing, all of a kind, single ones, pairs."""
+        every = [*self.linears, *self.tables, *dict.fromkeys(self.whole)]
+        yield frozenset()
+        yield frozenset(self.tables)
+        yield frozenset(self.whole)
+        yield frozenset((*self.tables, *self.whole))
+        yield frozenset(every)
+        for name in every:
+            yield frozenset([name])
+        for pair in itertools.combinations(every, 2):
+            yield frozenset(pair)
 
     def columns(self, off: frozenset[str]) -> dict[str, Kind]:
         """The further linears that are cut, those in `off` the other way round."""
@@ -290,7 +305,10 @@ def feed_forwards(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region
     norms, numbers, more = [], [], {}
     if width != part.widths[part.row].output:
         for path, module in layer.named_modules():
-            near = path in parents or path.rpartition(".")[0] in parents
+            near = path.rpartition(".")[0] in parents or any(
+                parent and f"{path}.".startswith(f"{parent}.") for parent in parents
+            )
+            near = near or path in parents
             if path in (*part.columns, part.row) or not near:
                 continue
             own = features(module) if path else None
@@ -316,7 +334,7 @@ def feed_forwards(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region
     for kind in ("halves", "even") if fused else ("even",):
         columns: dict[str, Kind] = {path: kind if path in fused else "even" for path in part.columns}  # type: ignore[misc]
         extra: dict[str, Kind] = {path: kind if twice else "even" for path, twice in more.items()}  # type: ignore[misc]
-        base = Region(columns={**columns, **extra}, rows={part.row: "even"}, owner=owner)
+        base = Region(columns=columns, more=extra, rows={part.row: "even"}, owner=owner)
         options: list[dict[str, Any]] = [
             dict(cut=chosen, whole_norms=tuple(dict.fromkeys(norm)), attributes=tuple(number))
             for chosen in ([cut, {}] if cut else [{}])
@@ -326,7 +344,7 @@ def feed_forwards(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region
         for option in options:
             yield replace(base, **option)
             if extra:
-                yield replace(base, columns=columns, **option)
+                yield replace(base, more={}, **option)
 
 
 def experts(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
@@ -370,6 +388,10 @@ def experts(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
                     sums=(part.owner,),
                     attributes=chosen,
                 )
+
+
+def _block(part: Part, model: nn.Module) -> nn.Module:
+    return model.get_submodule(f"{part.layer}.{part.owner}".strip("."))
 
 
 def _is_number(value: Any) -> bool:

@@ -125,9 +125,7 @@ def _replica_group(
         return None
     if partition not in groups:
         own = partition[group.rank]
-        ranks = [dist.get_global_rank(group.process_group, rank) for rank in own]
-        everyone = len(own) == group.size
-        groups[partition] = group if everyone else RankGroup(dist.new_group(ranks, use_local_synchronization=True))
+        groups[partition] = group if len(own) == group.size else group.among(own)
     return groups[partition]
 
 

@@ -25,6 +25,10 @@ NOT_SPLIT = re.compile(
 MIXER_CHILDREN = {"A_log", "dt_bias", "conv1d", "receptance"}
 
 
+ADAPTER = re.compile(r"per_layer|adapter|lora|reduction|squeeze|compress")
+"""Paths of small bottlenecks beside the attention and feed-forward parts, which stay whole."""
+
+
 def named_like(*words: str) -> re.Pattern[str]:
     """Names of a projection of one of `words`, with the usual decorations."""
     before = r"(w|w_|to_|linear_|lin_|proj_|project_|projection_)?"
@@ -136,8 +140,19 @@ class Recogniser:
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.taken: set[str] = set()
+        trace.linears[:] = [path for path in trace.linears if self._multiplies(path)]
         self.first = {path: index for index, path in reversed(list(enumerate(trace.linears)))}
         self.mixers = [path for path in trace.called if path and mixes_states(self.modules[path])]
+
+    def _multiplies(self, path: str) -> bool:
+        """Not a convolution over single points, unless it stands for a linear in an attention or a feed-forward part."""
+        if not isinstance(self.modules[path], nn.modules.conv._ConvNd):
+            return True
+        outer = [path.rpartition(".")[0], path.rpartition(".")[0].rpartition(".")[0]]
+        return any(
+            re.search("Mlp|MLP|FFN|FeedForward|Attention|PoolFormerOutput", type(self.modules[name]).__name__)
+            for name in outer
+        )
 
     def parts(self) -> list[Part]:
         """All parts, those of the same structure one after the other."""
@@ -164,6 +179,8 @@ class Recogniser:
             if name and (own := features(inner)) is not None and f"{path}.{name}" in self.first
         }
         roles = {f"{path}.{name}": role for name, role in roles.items() if f"{path}.{name}" in self.first}
+        if not any(role != "o" for role in roles.values()):
+            return
         outputs = sorted((name for name, role in roles.items() if role == "o"), key=self._last)
         row = outputs[-1] if outputs else self._output_inside(path, roles, every) or self._output_after(path, every)
         roles = {name: role for name, role in roles.items() if role != "o"}
@@ -231,6 +248,8 @@ class Recogniser:
         }
         for down, own in every.items():
             ups = [name for name, other in every.items() if name != down and self._feeds(name, other, down, own)]
+            if any(ADAPTER.search(name) for name in (*ups, down)):
+                continue
             if ups and not self.taken.intersection((*ups, down)):
                 self.taken |= {*ups, down}
                 roles = dict.fromkeys(ups, "up")
@@ -265,6 +284,7 @@ class Recogniser:
                     continue
                 owner = _common([*ups, down])
                 far = not owner or len(up.split(".")) - len(owner.split(".")) > 4
+                far = far or any(ADAPTER.search(name) for name in (*ups, down))
                 if far or isinstance(self.modules[owner], nn.ModuleList) or owner not in self.trace.called:
                     continue
                 self.taken |= {*ups, down}

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from optimum_trn.parallel.cut_forward import CutForward
 from optimum_trn.parallel.cuts import Block
+from optimum_trn.parallel.gathered_norm import GatheredNorm
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.sharding import Placement
 from optimum_trn.patching.wrappers import Wrapper, WrappingForward
@@ -66,6 +67,20 @@ class CutModule:
         if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
             return {"groups": module.groups // group.size}
         return {}
+
+    def revert(self, module: nn.Module) -> None:
+        del module.forward
+
+
+@dataclass(frozen=True)
+class WholeNormOfAnyKind:
+    """A norm over all heads, or all columns, that is no root mean square: see `GatheredNorm`."""
+
+    def placements(self, module: nn.Module, num_ranks: int) -> dict[str, Placement]:
+        return {name: Placement.replicate(own.shape, num_ranks) for name, own in module.named_parameters(recurse=False)}
+
+    def apply(self, module: nn.Module, group: RankGroup) -> None:
+        module.forward = GatheredNorm(module, group)
 
     def revert(self, module: nn.Module) -> None:
         del module.forward

@@ -308,9 +308,9 @@ class Schedule:
         if syncs == {"weight gradients": "all_reduce"}:
             return SummedGradients()
         if syncs == {"input gradient": "all_reduce"}:
-            inner = [
-                name for name, shards in self._shards.items() if name.startswith(f"{path}.") and "weight" in shards
-            ]
+            cut = {name for name, shards in self._shards.items() if "weight" in shards}
+            cut |= {name for name, own in self._replaced.items() if any(isinstance(style, CutModule) for style in own)}
+            inner = [name for name in cut if name.startswith(f"{path}.")]
             if not inner:
                 raise PlanError(f"{path}: its input gradient is whole, since nothing in it is sharded column-wise.")
             return SharedInput()

@@ -34,23 +34,23 @@ class Search:
         """The plan of everything that is proven; `UnsupportedModelError` if that is nothing."""
         model = self.subject.model
         prefix = base_model_prefix(model)
-        parts: dict[Any, Part] = {}
+        parts: dict[Any, list[Part]] = {}
         for part in Recogniser(model, traced(self.subject)).parts():
             if f"{part.stack}.".startswith(prefix):
-                parts.setdefault(part.key, part)
-            else:
+                parts.setdefault(part.key, []).append(part)
+            elif part.kind == "attention":
                 self.unproven[str(part)] = "it lies outside of the base model"
         trace = traced(self.subject)
-        for part in parts.values():
-            region = self._prove(part, candidates(part, model, trace), prefix)
+        for alike in parts.values():
+            region = self._prove(alike[0], candidates(alike, model, trace), prefix)
             if region is not None:
-                self.proven.append((part, region))
+                self.proven.append((alike[0], region))
         if not self.proven:
             raise UnsupportedModelError(self._nothing(parts))
         plan = self._whole(prefix)
         return plan
 
-    def _nothing(self, parts: dict[Any, Part]) -> str:
+    def _nothing(self, parts: dict[Any, list[Part]]) -> str:
         name = self.subject.model.config.model_type
         if not parts:
             return f"{name}: none of its modules is recognised as an attention, a feed-forward part or experts."

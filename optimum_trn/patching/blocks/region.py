@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import Block, HeadLayout, Heads
+from optimum_trn.parallel.norm import ShardedRMSNorm
 from optimum_trn.patching.blocks.role import column_wise, leave, present, size_of
 from optimum_trn.patching.head_styles import PerHeadInput, PerRankAttributes, PerRankConfig, WholeNorm
-from optimum_trn.patching.region_styles import CutModule, LocalWidths, SharedInputs
+from optimum_trn.patching.region_styles import CutModule, LocalWidths, SharedInputs, WholeNormOfAnyKind
 from optimum_trn.patching.schedule import Selection
-from optimum_trn.patching.styles import SAME_FORWARD, SummedGradients
+from optimum_trn.patching.styles import SAME_FORWARD, Style, SummedGradients
 
 Kind = Literal["even", "halves", "queries", "keys", "groups", "blocked", "pairs"]
 """How a dimension lies: one run, or two; entries for each query head, or key-value head; groups of a key-value head
@@ -26,7 +27,8 @@ with its queries, its key and its value; all queries, then all keys, then all va
 class Region:
     """A part of a layer, from whole inputs to a sum over the ranks, by the paths of its modules within the layer.
 
-    `columns` are linears cut by output features, `rows` by input features; `cut` are other parameters and buffers by
+    `columns` are linears cut by output features, `rows` by input features; `more` are further columns, where a layer
+    has them; `cut` are other parameters and buffers by
     (dimension, kind).  `enters` is the module whose inputs are those of the region ("first": its first argument,
     "all": every tensor); without it, each of `columns` is entered on its own.  `sees` are modules and parameters that
     every rank holds whole and that see this rank's activations, so that their gradients are summed; `whole_norms`
@@ -39,6 +41,7 @@ class Region:
 
     columns: Mapping[str, Kind]
     rows: Mapping[str, Kind]
+    more: Mapping[str, Kind] = field(default_factory=dict)
     cut: Mapping[str, tuple[int, Kind]] = field(default_factory=dict)
     owner: str = ""
     enters: Literal["first", "all"] | None = None
@@ -76,24 +79,30 @@ class Region:
                 block.replace(SharedInputs())
         for path, kind in self.columns.items():
             self._column(layers, path, kind, layout)
+        for path, kind in self.more.items():
+            for selection in present(layers, path):
+                self._column(selection, path, kind, layout)
         for path, kind in self.rows.items():
             self._row(layers, path, kind, layout)
-        by_owner: dict[str, list[tuple[str, int, tuple[Block, ...]]]] = {}
+        by_owner: dict[str, list[tuple[str, int, Kind]]] = {}
         for path, (dim, kind) in self.cut.items():
             owner, _, name = path.rpartition(".")
+            by_owner.setdefault(owner, []).append((name, dim, kind))
+        for owner, described in by_owner.items():
             for selection in present(layers, owner) if owner else [layers]:
-                size = _size(selection, owner, name, dim)
-                by_owner.setdefault(owner, []).append((name, dim, _blocks(kind, size, layout)))
-                break
-        for owner, cuts in by_owner.items():
-            for selection in present(layers, owner) if owner else [layers]:
-                modules = selection[owner] if owner else selection
-                modules.replace(self._cut_module(owner, tuple(cuts), next(iter(modules))))
+                for one in selection.each():
+                    modules = one[owner] if owner else one
+                    module = next(iter(modules))
+                    cuts = tuple(
+                        (name, dim, _blocks(kind, value.shape[dim], layout))
+                        for name, dim, kind in described
+                        if isinstance(value := getattr(module, name, None), Tensor)
+                    )
+                    if cuts:
+                        modules.replace(self._cut_module(owner, cuts, module))
         for path in self.whole_norms:
             for selection in present(layers, path):
-                size = _size(selection, path, "weight", 0)
-                kind = "even" if layout is None or size % layout.num_heads == 0 else "keys"
-                selection[path].replace(WholeNorm(_blocks("queries" if kind == "even" and layout else kind, size, layout)))
+                selection[path].replace(_whole_norm(next(iter(selection[path])), layout))
         self._record_summed(layers)
         block = layers[self.owner] if self.owner else layers
         owned: dict[str, list[str]] = {}
@@ -102,7 +111,9 @@ class Region:
             owned.setdefault(owner, []).append(name)
         uneven = layout if layout is not None and layout.num_kv_heads % layout.num_ranks else None
         for owner, names in owned.items():
-            (layers[owner] if owner else layers).replace(PerRankAttributes(tuple(names), uneven))
+            for selection in present(layers, owner) if owner else [layers]:
+                modules = selection[owner] if owner else selection
+                modules.replace(PerRankAttributes(tuple(names), uneven))
         if self.config_attributes:
             block.replace(PerRankConfig(self.config_attributes, uneven))
         for argument, dim in self.inputs.items():
@@ -184,6 +195,16 @@ class Region:
         return _number(self.num_heads, block, config), _number(self.num_kv_heads, block, config)
 
 
+def _whole_norm(norm: nn.Module, layout: HeadLayout | None) -> Style:
+    own = dict(norm.named_parameters())
+    if list(own) == ["weight"] and ShardedRMSNorm.epsilon_of(norm) and not isinstance(norm, nn.LayerNorm):
+        size = own["weight"].shape[0]
+        kind: Kind = "even" if layout is None else "keys" if size % layout.num_heads else "queries"
+        return WholeNorm(_blocks(kind, size, layout))
+    _blocks("even", 0, layout)  # which refuses heads that the ranks do not divide
+    return WholeNormOfAnyKind()
+
+
 def _number(name: str | None, block: nn.Module, config: Any) -> int | None:
     for holder in (block, getattr(block, "config", None), config):
         value = None if name is None else getattr(holder, name, None)
@@ -208,12 +229,6 @@ def _out_features(linears: Selection) -> int:
 def _in_features(linears: Selection) -> int:
     module = next(iter(linears))
     return module.get_parameter("weight").shape[1 - _out_dim(module)]
-
-
-def _size(layers: Selection, owner: str, name: str, dim: int) -> int:
-    module = next(iter(layers[owner] if owner else layers))
-    size: int = getattr(module, name).shape[dim]
-    return size
 
 
 def _blocks(kind: Kind, size: int, layout: HeadLayout | None) -> tuple[Block, ...]:
