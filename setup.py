@@ -13,6 +13,7 @@ TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2"]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
 EXAMPLES = ["gguf>=0.10", "sentencepiece>=0.2"]
+RAY = ["ray[train]>=2.40"]
 DEV = ["ruff>=0.6", "mypy>=1.11", "pre-commit>=3"]
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +85,8 @@ setup(
         "test": [*TEST, *CONFORMANCE],
         "conformance": CONFORMANCE,
         "examples": EXAMPLES,
-        "dev": [*DEV, *TEST, *CONFORMANCE, *EXAMPLES],
+        "ray": RAY,
+        "dev": [*DEV, *TEST, *CONFORMANCE, *EXAMPLES, *RAY],
     },
     entry_points={
         "console_scripts": ["optimum-trn = optimum_trn.cli:main"],
