@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 PIPELINE_AXIS = "pp"
 DATA_AXIS = "dp"
+CONTEXT_AXIS = "cp"
 TENSOR_AXIS = "tp"
 
 VIEWS = {DATA_AXIS: ("dp_replicate", "dp_shard"), "dp_cp": ("dp_replicate", "dp_shard", "cp")}
@@ -35,13 +36,17 @@ class ParallelConfig:
 
     With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding
     a run of the sequence.  The layers are cut over the pipeline-parallel ranks, which work on the micro-batches of one
-    step in the order of `pipeline_schedule`.  Raises `MeshError` when a degree is not a positive integer.
+    step in the order of `pipeline_schedule`.  The context-parallel ranks hold other tokens of the same
+    sequences.  With `zero_1` the optimizer is cut over the ranks that hold the same weights.  Raises `MeshError` when a
+    degree is not a positive integer.
     """
 
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_parallel_size: int = 1
     pipeline_schedule: ScheduleName = "1f1b"
+    context_parallel_size: int = 1
+    zero_1: bool = True
 
     def __post_init__(self) -> None:
         for name, size in self.model_degrees.items():
@@ -58,10 +63,16 @@ class ParallelConfig:
             )
 
     @property
+    def of_model(self) -> ParallelConfig:
+        """Without the fields that say nothing of the model itself: only these must agree with a loaded model's."""
+        return replace(self, zero_1=True)
+
+    @property
     def model_degrees(self) -> dict[str, int]:
         """The fields whose product is the number of ranks that share one copy of the model."""
         return {
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
             "tensor_parallel_size": self.tensor_parallel_size,
         }
 
@@ -96,6 +107,7 @@ class ParallelConfig:
         sizes = {
             PIPELINE_AXIS: self.pipeline_parallel_size,
             "dp_replicate": self.data_parallel_size(world_size),
+            CONTEXT_AXIS: self.context_parallel_size,
             TENSOR_AXIS: self.tensor_parallel_size,
         }
         return {axis: sizes.get(axis, 1) for axis in AXES}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 
-from ..parallel import Placement, clip_grad_norm_, grad_norm
-from ..patching import state_of
+from ..parallel import ParallelConfig
+from .replication import Replication
 from .stream import DataParallelStream
 
 
@@ -28,18 +27,21 @@ class DataParallelAccelerator(Accelerator):
 
     `num_processes` and `process_index` are those of the "dp" axis. Loaders give every data-parallel rank rows of its
     own and each of its tensor-parallel ranks the same; `gather`, `gather_for_metrics` and `reduce` run over "dp";
-    models are replicated over "dp" by DistributedDataParallel; `clip_grad_norm_` counts each parameter once.
+    models that `prepare` is given are replicated over "dp" (see replication.py), and `clip_grad_norm_` counts each of
+    their parameters once.
     `is_main_process` and `wait_for_everyone` still mean the world. accelerate's own ParallelismConfig can't say this:
     it refuses replicas of a tensor-parallel model (huggingface/accelerate#3876).
     """
 
     mesh: DeviceMesh
+    replication: Replication
 
     @classmethod
-    def adopt(cls, accelerator: Any, mesh: DeviceMesh) -> None:
+    def adopt(cls, accelerator: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
         """Turn an accelerator into one that counts the data-parallel ranks of `mesh`, on the instance."""
         accelerator.__class__ = type(cls.__name__, (cls, type(accelerator)), {})
         accelerator.mesh = mesh
+        accelerator.replication = Replication(mesh, config)
 
     @property
     def num_processes(self) -> int:
@@ -53,22 +55,41 @@ class DataParallelAccelerator(Accelerator):
     def is_last_process(self) -> bool:
         return self.state.process_index == self.state.num_processes - 1
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate; models among `args` are then replicated, and the optimizers sharded with `zero_1`."""
+        prepared = super().prepare(*args, **kwargs)
+        models = [model for model in args if isinstance(model, nn.Module)]
+        if models or any(isinstance(item, torch.optim.Optimizer) for item in args):
+            self.replication.attach([*self.replication.models, *models], self._optimizers, self.ddp_handler)
+        return prepared
+
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Placement, autocast and compilation as in accelerate, then replication over "dp" if the model is to train.
+        """Placement, autocast and compilation as in accelerate, without DistributedDataParallel."""
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
 
-        Also of a model that was prepared for evaluation before, which accelerate 1.15 leaves without its replication.
-        """
-        model = super().prepare_model(model, device_placement, evaluation_mode=True)
-        trains = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
-        if trains and self.num_processes > 1 and not isinstance(model, DistributedDataParallel):
-            kwargs: dict[str, Any] = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
-            model = DistributedDataParallel(model, process_group=self.mesh.get_group("dp"), **kwargs)
-            if self.ddp_handler is not None:
-                self.ddp_handler.register_comm_hook(model)
-            model._is_accelerate_prepared = True
-        return model
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, gradients accumulate on each rank, as with DistributedDataParallel."""
+        with self.replication.no_sync():
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate; on return the gradients are reduced over the data-parallel ranks, outside `no_sync`."""
+        with self.replication.reduced():
+            super().backward(loss, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that a pipeline has accumulated, over the data-parallel ranks."""
+        with self.replication.reduced():
+            pass
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As in accelerate; gradients are no longer reduced."""
+        self.replication.close()
+        return super().free_memory(*objects)
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -131,8 +152,11 @@ class DataParallelAccelerator(Accelerator):
         """`gather` without the rows that only fill the last batch; objects are pickled, tensors are not."""
         if not use_gather_object and _holds_only_tensors(input_data):
             return super().gather_for_metrics(input_data)
-        # Each rank hands in a list of one, so that the gathered list is by world rank; "tp" is the inner axis.
-        per_rank = gather_object([input_data])[:: self.mesh["tp"].size()]
+        # Each rank hands in a list of one, so that the gathered list is by world rank; "pp" is the outermost axis, and
+        # those within "dp" are neighbours.
+        every = gather_object([input_data])
+        one_stage = every[: len(every) // self.mesh["pp"].size()]
+        per_rank = one_stage[:: len(one_stage) // self.num_processes]
         data: Any = per_rank
         if isinstance(input_data, Tensor):
             data = torch.cat([local.to(input_data.device) for local in per_rank])
@@ -154,23 +178,9 @@ class DataParallelAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before."""
-        if self.mesh["tp"].size() == 1:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
-        names: dict[int, str] = {}
-        placements: dict[str, Placement] = {}
-        for index, model in enumerate(self._models):
-            unwrapped = self.unwrap_model(model, keep_torch_compile=False)
-            state = state_of(unwrapped)
-            names |= {id(parameter): f"{index}.{name}" for name, parameter in unwrapped.named_parameters()}
-            if state is not None:
-                placements |= {f"{index}.{name}": placement for name, placement in state.placements.items()}
-        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-        named = [(names.get(id(parameter), ""), parameter) for parameter in parameters]
-        group = self.mesh.get_group("tp")
-        if math.isinf(max_norm):
-            return grad_norm(named, placements, group, norm_type)  # type: ignore[arg-type]
-        return clip_grad_norm_(named, placements, group, max_norm, norm_type)  # type: ignore[arg-type]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return self.replication.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def _holds_only_tensors(data: Any) -> bool:

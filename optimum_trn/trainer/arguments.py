@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
@@ -13,6 +13,7 @@ from ..device import device_type
 from ..errors import MeshError
 from ..parallel import ParallelConfig
 from ..parallel.mesh import world_size
+from ..parallel.schedules import ScheduleName
 
 
 @dataclass
@@ -37,6 +38,24 @@ class NeuronTrainingArguments(TrainingArguments):
             "residuals, dropout), each holding a run of the sequence. For decoders, with tensor_parallel_size above 1."
         },
     )
+    pipeline_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Over how many NeuronCores the layers are cut, in stages. The micro-batches that they work on are "
+            "the batches of one optimizer step: gradient_accumulation_steps should be a multiple of it."
+        },
+    )
+    pipeline_schedule: ScheduleName = field(
+        default="1f1b",
+        metadata={"help": "In which order the stages work: gpipe, 1f1b, interleaved_1f1b or zero_bubble."},
+    )
+    zero_1: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the states of the optimizer, and float32 master weights of a bfloat16 model, are sharded "
+            "over the data-parallel cores (ZeRO-1)."
+        },
+    )
 
     def __post_init__(self) -> None:
         check_world_size(self.parallel_config)
@@ -45,12 +64,12 @@ class NeuronTrainingArguments(TrainingArguments):
                 "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries "
                 "with a smaller batch while the others wait for it in a collective. Set per_device_train_batch_size."
             )
-        if self.tensor_parallel_size > 1:
+        if self.parallel_config.ranks_per_copy > 1:
             for argument in ("fsdp", "deepspeed", "parallelism_config"):
                 if getattr(self, argument, None):
                     raise ValueError(
-                        f"{argument} can't be combined with tensor_parallel_size={self.tensor_parallel_size}: both "
-                        f"would shard the model. Leave {argument} unset; data parallel is what is left of the world."
+                        f"{argument} can't be combined with {degrees_of(self.parallel_config)}: both would shard the "
+                        f"model. Leave {argument} unset; data parallel is what is left of the world."
                     )
         # accelerate takes part in a process group on the CPU only when it is told to.
         self.use_cpu = self.use_cpu or device_type() == "cpu"
@@ -66,17 +85,23 @@ class NeuronTrainingArguments(TrainingArguments):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
-        return ParallelConfig(tensor_parallel_size=self.tensor_parallel_size, sequence_parallel=self.sequence_parallel)
+        names = [field.name for field in fields(ParallelConfig)]
+        return ParallelConfig(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 def check_world_size(config: ParallelConfig) -> None:
     """Raise `MeshError` if the degrees do not divide the world size; say how to launch if there is only one process."""
-    size, needed = world_size(), config.tensor_parallel_size
+    size, needed = world_size(), config.ranks_per_copy
     if size == 1 and needed > 1:
         command = shlex.join([os.path.relpath(sys.argv[0]) if sys.argv[0] else "script.py", *sys.argv[1:]])
         raise MeshError(
-            f"tensor_parallel_size={needed} needs {needed} processes, one a NeuronCore, but this is the only one. "
+            f"{degrees_of(config)} needs {needed} processes, one a NeuronCore, but this is the only one. "
             f"Start it with `torchrun --nproc-per-node {needed} {command}` or "
             f"`accelerate launch --num_processes {needed} {command}`."
         )
     config.data_parallel_size(size)
+
+
+def degrees_of(config: ParallelConfig) -> str:
+    """The degrees above 1 by which one copy of the model is shared, as a user writes them."""
+    return " x ".join(f"{name}={degree}" for name, degree in config.model_degrees.items() if degree > 1)

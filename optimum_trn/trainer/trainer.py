@@ -14,17 +14,19 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
 from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
-from ..errors import MeshError
+from ..errors import MeshError, PlanError
 from ..parallel import ParallelConfig
 from ..parallel.topology import launched_topology, placement_summary
-from ..patching import patch_model, state_of
+from ..patching import patch_model, pipeline_of, state_of
+from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
 from . import evaluation, training_state
 from .accelerator import DataParallelAccelerator
+from .micro_batches import MicroBatches, deferred_backward
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +36,7 @@ class NeuronTrainer(Trainer):
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
     0), one from `NeuronModelForCausalLM.from_pretrained`, whose ranks never held more than their shards, or come from
-    `model_init`. In one process it is the stock Trainer.
+    `model_init`; it may be a `PeftModel` of one of these. In one process it is the stock Trainer.
 
     Raises `MeshError` if the model was sharded at other degrees than `args` say, `PlanError` or `UnsupportedModelError`
     if it can't be sharded at them, and `CheckpointError` when a checkpoint can't be resumed.
@@ -43,17 +45,19 @@ class NeuronTrainer(Trainer):
     model: Any
     lr_scheduler: Any
     mesh: DeviceMesh | None = None
+    micro_batches: MicroBatches
 
     # ---- Set-up -----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have accelerate count data-parallel ranks, and shard the model before anything moves it to the device."""
         super().create_accelerator_and_postprocess()
+        self.micro_batches = MicroBatches()
         if self.args.world_size > 1:
             state = None if self.model is None else state_of(self.model)
             self.mesh = state.mesh if state is not None else self.parallel_config.build_mesh(self.args.device.type)
             assert self.mesh is not None
-            DataParallelAccelerator.adopt(self.accelerator, self.mesh)
+            DataParallelAccelerator.adopt(self.accelerator, self.mesh, self.parallel_config)
             topology = launched_topology(self.args.world_size)  # a collective
             logger.info(placement_summary(self.parallel_config, topology))
             self.gather_function = functools.partial(
@@ -80,12 +84,22 @@ class NeuronTrainer(Trainer):
     @property
     def is_sharded(self) -> bool:
         """Whether this rank holds only a part of the model."""
-        return self.mesh is not None and self.mesh["tp"].size() > 1
+        return self.mesh is not None and (self.mesh["tp"].size() > 1 or self.mesh["pp"].size() > 1)
 
     def _shard(self, model: Any) -> None:
+        self._shard_layers(model)
+        if self.is_sharded and _is_peft_model(model):
+            if any(config.is_prompt_learning for config in model.peft_config.values()):
+                raise PlanError(
+                    "Prompt learning is not supported on a sharded model. Use LoRA, or tensor_parallel_size=1."
+                )
+            adopt_adapters(model.get_base_model())
+            model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
+
+    def _shard_layers(self, model: Any) -> None:
         state = state_of(model)
         wanted = self.parallel_config
-        if (ParallelConfig() if state is None else state.config) == wanted:
+        if (ParallelConfig() if state is None else state.config).of_model == wanted.of_model:
             return
         if state is not None:
             raise MeshError(
@@ -97,8 +111,9 @@ class NeuronTrainer(Trainer):
             on_device = tensor.detach().to(self.args.device)
             dist.broadcast(on_device, src=0)
             tensor.data.copy_(on_device)
-        patch_model(model, self.parallel_config, mesh=self.mesh)
-        model.save_pretrained = functools.partial(save_pretrained, model)
+        stock = unwrap_peft_model(model)
+        patch_model(stock, self.parallel_config, mesh=self.mesh)
+        stock.save_pretrained = functools.partial(save_pretrained, stock)
 
     # ---- Data and counting ------------------------------------------------------------------------------------------
 
@@ -112,7 +127,9 @@ class NeuronTrainer(Trainer):
             # The one sampler of transformers that cuts by rank itself, and by that of the world.
             return BatchRebalanceSampler(
                 lengths=sampler.lengths,
-                effective_batch_size=sampler.effective_batch_size // self.mesh["tp"].size(),
+                effective_batch_size=sampler.effective_batch_size
+                * self.accelerator.num_processes
+                // self.args.world_size,
                 dp_size=self.accelerator.num_processes,
                 grad_accum=sampler.grad_accum,
                 rank=self.accelerator.process_index,
@@ -129,12 +146,43 @@ class NeuronTrainer(Trainer):
         if name not in inputs:
             return 0
         embeddings = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        placements = placements_of(self.model)
+        elsewhere = state.pipeline.staged.duplicates() if state.pipeline is not None else ()
         parameters = sum(
-            torch.Size(state.placements[fqn].global_shape).numel()
+            torch.Size(placements[fqn].global_shape).numel() if fqn in placements else parameter.numel()
             for fqn, parameter in self.model.named_parameters()
-            if id(parameter) not in embeddings
+            if id(parameter) not in embeddings and fqn not in elsewhere
         )
         return 6 * inputs[name].numel() * parameters // state.config.tensor_parallel_size
+
+    # ---- Pipeline ---------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
+        """As in Trainer; a pipeline takes the batches of one optimizer step together, as its micro-batches."""
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        self.micro_batches.begin(batches)
+        return batches, num_items_in_batch
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As in Trainer; in a pipeline, the first micro-batch of an optimizer step trains on all of them."""
+        pipeline = pipeline_of(self.model)
+        if pipeline is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        step = super().training_step
+
+        def compute_loss(batch: dict[str, Any]) -> Tensor:
+            with deferred_backward(self.accelerator) as losses:
+                step(model, dict(batch), num_items_in_batch)
+            return losses[0]
+
+        model.train()
+        with self.accelerator.no_sync(model):
+            loss = self.micro_batches.next_loss(pipeline, inputs, self._prepare_inputs, compute_loss)
+        if not self.micro_batches.losses:
+            self.accelerator.reduce_gradients()
+        return loss
 
     # ---- Evaluation -------------------------------------------------------------------------------------------------
 
@@ -147,13 +195,28 @@ class NeuronTrainer(Trainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate the real rows of the batch only, and report the loss of the global batch on every rank."""
         if self.mesh is None or self.accelerator.num_processes == 1:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return self._predict(model, inputs, prediction_loss_only, ignore_keys)
         share = evaluation.share_of_batch(inputs, self.accelerator)
         inputs = evaluation.real_rows_of(inputs, share, self.label_names)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = self._mean_over_replicas(loss, inputs, share)
         return loss, evaluation.filled_up(logits, share), evaluation.filled_up(labels, share)
+
+    def _predict(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """`prediction_step` of Trainer, which in a pipeline runs where the outputs are; its results on all ranks."""
+        pipeline = pipeline_of(self.model)
+        if pipeline is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        step = super().prediction_step
+
+        def compute(batch: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
+            return step(model, dict(batch), prediction_loss_only, ignore_keys)
+
+        result: tuple[Tensor | None, Any, Any] = pipeline.evaluate(self._prepare_inputs(inputs), compute)
+        return result
 
     def _mean_over_replicas(self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share) -> Tensor:
         """The loss of the global batch from those of its shares."""
@@ -173,7 +236,7 @@ class NeuronTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if isinstance(resume_from_checkpoint, str):
-            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh)
+            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh, self.parallel_config.zero_1)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -186,19 +249,24 @@ class NeuronTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # so that every rank may read what rank 0 has written, tokenizer included
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_sharded:
+        if not self._has_sharded_optimizer:
             return super()._save_optimizer_and_scheduler(output_dir)
         assert self.mesh is not None
-        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh)
+        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh, self.parallel_config.zero_1)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self.is_sharded or checkpoint is None:
+        if not self._has_sharded_optimizer or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.mesh is not None
-        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh)
+        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh, self.parallel_config.zero_1)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    @property
+    def _has_sharded_optimizer(self) -> bool:
+        """Whether the ranks hold different optimizer states."""
+        return bool(training_state.layout_of(self.mesh, self.parallel_config.zero_1))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -212,11 +280,12 @@ class NeuronTrainer(Trainer):
             training_state.load_device_rng(Path(checkpoint), self.args.process_index, self.args.device)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.is_sharded:
+        model = self.model if model is None else model
+        if not self.is_sharded or _is_peft_model(model):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_weights(self.model if model is None else model, resume_from_checkpoint)
+        load_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        if not self.is_sharded:
+        if not self.is_sharded or _is_peft_model(self.model):
             return super()._load_best_model()
         load_weights(self.model, str(self.state.best_model_checkpoint))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +21,93 @@ from ..errors import CheckpointError
 logger = logging.get_logger(__name__)
 
 
-def optimizer_file(tp_rank: int, tensor_parallel_size: int) -> str:
-    """The file that holds the optimizer state of one tensor-parallel rank's shards."""
-    return f"optimizer_tp{tp_rank}of{tensor_parallel_size}.pt"
+AXES = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "tp": "tensor_parallel_size"}
+"""The axes along which optimizer states are cut, each under the name by which a user knows it."""
+
+Layout = tuple[tuple[str, int], ...]
+"""The axes along which the optimizer states of a checkpoint are cut, with the number of ranks on each."""
 
 
-def save_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh) -> None:
-    """Write this tensor-parallel rank's optimizer state; of its data-parallel copies, the first one writes."""
-    if mesh.get_local_rank("dp") == 0:
+def layout_of(mesh: DeviceMesh | None, zero_1: bool) -> Layout:
+    """How this run cuts its optimizer states; empty if every rank has them all."""
+    if mesh is None:
+        return ()
+    sizes = {axis: mesh[axis].size() for axis in AXES if axis in ("tp", "dp") or axis in (mesh.mesh_dim_names or ())}
+    if not zero_1:
+        sizes["dp"] = 1
+    return tuple((axis, size) for axis, size in sizes.items() if size > 1)
+
+
+def optimizer_file(layout: Layout, ranks: Mapping[str, int]) -> str:
+    """The file of the optimizer states of the rank with these places along the axes of `layout`."""
+    return f"optimizer_{'_'.join(f'{axis}{ranks[axis]}of{size}' for axis, size in layout)}.pt"
+
+
+def save_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh, zero_1: bool) -> None:
+    """Write this rank's optimizer states; of those that have the same, the first data-parallel rank writes."""
+    layout = layout_of(mesh, zero_1)
+    if zero_1 or mesh.get_local_rank("dp") == 0:
         directory.mkdir(parents=True, exist_ok=True)
         state = {"data_parallel_size": mesh["dp"].size(), "optimizer": optimizer.state_dict()}
-        torch.save(state, directory / optimizer_file(mesh.get_local_rank("tp"), mesh["tp"].size()))
+        torch.save(state, directory / optimizer_file(layout, _ranks(layout, mesh)))
 
 
-def load_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh) -> None:
+def load_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh, zero_1: bool) -> None:
     """Read what `save_optimizer` wrote at the same layout."""
-    file = directory / optimizer_file(mesh.get_local_rank("tp"), mesh["tp"].size())
+    layout = layout_of(mesh, zero_1)
+    file = directory / optimizer_file(layout, _ranks(layout, mesh))
     optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["optimizer"])
 
 
-def check_resumable(directory: Path, mesh: DeviceMesh | None) -> None:
+def _ranks(layout: Layout, mesh: DeviceMesh) -> dict[str, int]:
+    return {axis: mesh.get_local_rank(axis) for axis, _ in layout}
+
+
+def check_resumable(directory: Path, mesh: DeviceMesh | None, zero_1: bool) -> None:
     """Raise `CheckpointError` unless `directory` is complete and its optimizer state was saved at this layout."""
     if not is_complete(directory):
         raise CheckpointError(
             f"{directory} is no complete checkpoint: {TRAINER_STATE_NAME}, which is written last, is missing or cut "
             f"short. Saving was interrupted; resume from an earlier checkpoint."
         )
-    sizes = {
-        int(match[1]) for file in directory.glob("optimizer_tp*of*.pt") if (match := re.search(r"of(\d+)", file.name))
+    layout = layout_of(mesh, zero_1)
+    layouts = {
+        tuple((axis, int(size)) for axis, size in re.findall(r"_([a-z]+)\d+of(\d+)", file.name))
+        for file in directory.glob("optimizer_*of*.pt")
     }
-    tensor_parallel_size = 1 if mesh is None else mesh["tp"].size()
-    saved = sizes.pop() if sizes else 1
-    if sizes:
+    if len(layouts) > 1:
         raise CheckpointError(f"{directory} mixes optimizer states of several layouts; resume from another checkpoint.")
-    if saved != tensor_parallel_size and (saved > 1 or (directory / OPTIMIZER_NAME).exists()):
+    saved = layouts.pop() if layouts else ()
+    if saved != layout and (saved or (directory / OPTIMIZER_NAME).exists()):
         raise CheckpointError(
-            f"The optimizer state in {directory} was saved at tensor_parallel_size={saved} and can't be resumed "
-            f"at {tensor_parallel_size} yet. Launch with tensor_parallel_size={saved}, or start a new run from the "
-            "weights: they are a stock directory that from_pretrained loads at any size."
+            f"The optimizer state in {directory} was saved at {_described(saved)} and can't be resumed at "
+            f"{_described(layout)} yet. Launch with {_described(saved)}, or start a new run from the weights: they are "
+            "a stock directory that from_pretrained loads at any size."
         )
-    if mesh is None or tensor_parallel_size == 1:
+    if mesh is None or not layout:
         return
-    missing = [
-        name for rank in range(saved) if not (directory / (name := optimizer_file(rank, tensor_parallel_size))).exists()
+    files = [
+        optimizer_file(layout, dict(zip([axis for axis, _ in layout], ranks, strict=True)))
+        for ranks in itertools.product(*(range(size) for _, size in layout))
     ]
+    missing = [name for name in files if not (directory / name).exists()]
     if missing:
         raise CheckpointError(
             f"{directory} holds no optimizer state ({missing[0]} is missing): it was saved with save_only_model=True, "
             "or is not whole. Start a new run from its weights with from_pretrained."
         )
-    file = directory / optimizer_file(0, saved)
-    data_parallel_size = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["data_parallel_size"]
+    state = torch.load(directory / files[0], map_location="cpu", weights_only=True, mmap=True)
+    data_parallel_size = state["data_parallel_size"]
     if data_parallel_size != mesh["dp"].size():
         raise CheckpointError(
             f"{directory} was saved with {data_parallel_size} data-parallel ranks and can't be resumed with "
-            f"{mesh['dp'].size()} yet: launch {data_parallel_size * saved} processes."
+            f"{mesh['dp'].size()} yet: launch {data_parallel_size * math.prod(size for _, size in layout)} processes."
         )
+
+
+def _described(layout: Layout) -> str:
+    sizes = [f"{AXES[axis]}={size}" for axis, size in layout]
+    return " and ".join(sizes) + (" with zero_1" if "dp" in dict(layout) else "") or "one process a copy"
 
 
 def is_complete(directory: Path) -> bool:

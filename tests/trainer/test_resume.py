@@ -54,7 +54,7 @@ def interrupted(rank, world_size, directory, tensor_parallel_size):
 
 
 @pytest.mark.parametrize("device", ["neuron", "cpu"])
-@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 2), (2, 1), (4, 2)])
 def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(tmp_path, device, world_size, tensor_parallel_size):
     for whole, resumed, same in run_ranks(interrupted, world_size, str(tmp_path), tensor_parallel_size, device=device):
         assert len(whole) == STEPS
@@ -94,7 +94,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(tmp_path):
     first, second = run_ranks(other_layouts, 2, str(tmp_path))
     assert first == second
     layout, missing, torn = first
-    assert "saved at tensor_parallel_size=2 and can't be resumed at 1" in layout
+    assert "saved at tensor_parallel_size=2 and can't be resumed at data_parallel_size=2 with zero_1" in layout
     assert "optimizer_tp1of2.pt is missing" in missing
     assert "Saving was interrupted" in torn
 

@@ -1,0 +1,223 @@
+"""ZeRO-1: the states of any torch optimizer, and float32 master weights, cut over the data-parallel ranks.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv:1910.02054),
+stage 1: gradients are reduce-scattered, each rank updates its own part of the weights, and all gather the result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optimum_trn.errors import CheckpointError
+from optimum_trn.parallel.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    ByParameters,
+    Layout,
+    Span,
+    by_elements,
+    make_buckets,
+    spans_of,
+)
+from optimum_trn.parallel.gradients import Scattered
+from optimum_trn.parallel.granularity import Granularity, granularity_of
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Zero1Optimizer(torch.optim.Optimizer):
+    """Wraps an optimizer, whose parameters become this rank's parts of the model's; its groups and options stay.
+
+    An optimizer that works element by element gets equal runs of the concatenated parameters, so that its states take
+    1/ranks of their memory; one that needs whole parameters (Adafactor, Muon) gets whole ones, shared out evenly. Which
+    it is, is tried out: see granularity.py. A part of a bfloat16 or float16 parameter is a float32 master weight, and
+    its gradients accumulate and are reduced in float32. Parts of other parameters share their memory.
+
+    `parameters` are those of the model, by name: all that require a gradient, and all that the optimizer holds. Their
+    gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them.
+    Raises ValueError for an optimizer that needs all parameters at once, by its name.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        divisor: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        # Not Optimizer.__init__: groups, states and defaults are those of the wrapped one.
+        self.optimizer = optimizer
+        self.parameters = dict(parameters)
+        self.group = group
+        granularity = granularity_of(optimizer) if dist.get_world_size(group) > 1 else Granularity.ELEMENT
+        if granularity is Granularity.MODEL:
+            raise ValueError(
+                f"{type(optimizer).__name__} can't be sharded over data-parallel ranks: it updates a parameter by what "
+                "it knows of others, or could not be tried on small ones. Set zero_1=False, which keeps the whole "
+                "optimizer on every rank."
+            )
+        whole = granularity is Granularity.PARAMETER
+        layout: Layout = ByParameters() if whole else by_elements
+        for parameter in self.parameters.values():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+            if parameter.dtype in LOW_PRECISION and parameter.grad is None:
+                parameter.grad_dtype = torch.float32
+        buckets = make_buckets(self.parameters, dist.get_world_size(group), layout, bucket_bytes)
+        self.reducer = Scattered(self.parameters, group, divisor, buckets)
+        self.parts: dict[Span, nn.Parameter] = {}
+        self._versions: dict[str, int] = {}
+        self._take_parts(whole)
+
+    def _take_parts(self, whole: bool) -> None:
+        """Put this rank's parts in the optimizer's groups where the parameters are, and cut their states."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        own: dict[str, list[Span]] = defaultdict(list)
+        for span in spans_of(self.reducer.buckets, self.reducer.rank):
+            own[span.name].append(span)
+        for group in self.optimizer.param_groups:
+            parts = []
+            for parameter in group["params"]:
+                state = self.optimizer.state.pop(parameter, None)
+                for span in own[names[id(parameter)]]:
+                    values = self._values(span).float() if parameter.dtype in LOW_PRECISION else self._values(span)
+                    part = self.parts[span] = nn.Parameter(values.view_as(parameter) if whole else values)
+                    parts.append(part)
+                    if state is not None:
+                        self.optimizer.state[part] = {
+                            key: self._part_of(value, parameter, span, part) for key, value in state.items()
+                        }
+            group["params"] = parts
+        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+
+    @staticmethod
+    def _part_of(value: Any, parameter: nn.Parameter, span: Span, part: nn.Parameter) -> Any:
+        """The part of a state that an optimizer kept of a whole parameter."""
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
+            return value
+        return value.reshape(-1).narrow(0, span.start, span.length).view_as(part).to(part.dtype)
+
+    def _values(self, span: Span) -> Tensor:
+        """The span in the model's parameter: a view."""
+        return self.parameters[span.name].detach().view(-1).narrow(0, span.start, span.length)
+
+    # ---- The step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update this rank's parts with the reduced gradients, and gather everyone's; the gradients are used up."""
+        if closure is not None:
+            raise ValueError(
+                "An optimizer that is sharded over data-parallel ranks takes no closure; set zero_1=False."
+            )
+        for span, part in self.parts.items():
+            parameter = self.parameters[span.name]
+            if parameter.dtype not in LOW_PRECISION:
+                part.data = self._values(span).view_as(part)  # the model may have moved to another memory since
+            elif parameter._version != self._versions[span.name]:
+                part.copy_(self._values(span).view_as(part))  # someone else has written the weights since
+            gradient = self.reducer.gradients.get(span)
+            part.grad = None if gradient is None else gradient.view_as(part)
+        self.optimizer.step()
+        self._gather()
+        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+        self.zero_grad()
+
+    def _gather(self) -> None:
+        """Have every rank's parts in the model's parameters, one bucket under way while the one before is copied."""
+        under_way: tuple[Bucket, Tensor, Any] | None = None
+        for bucket in reversed(self.reducer.buckets):  # in the order in which forward needs them
+            if self.reducer.present.isdisjoint(bucket.names):
+                continue
+            device = self.parameters[bucket.spans[0].name].device
+            chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
+            for span in bucket.spans:
+                if span.rank == self.reducer.rank:
+                    part = self.parts.get(span)
+                    values = self._values(span) if part is None else part.view(-1)
+                    chunk.narrow(0, span.offset, span.length).copy_(values)
+            flat = chunk.new_empty(bucket.num_ranks * bucket.chunk)
+            work = dist.all_gather_into_tensor(flat, chunk, group=self.group, async_op=True)
+            if under_way is not None:
+                self._receive(*under_way)
+            under_way = (bucket, flat, work)
+        if under_way is not None:
+            self._receive(*under_way)
+
+    def _receive(self, bucket: Bucket, flat: Tensor, work: Any) -> None:
+        work.wait()
+        for span in bucket.spans:
+            if span.rank != self.reducer.rank or bucket.dtype in LOW_PRECISION:
+                self._values(span).copy_(bucket.part(flat, span))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the parts and of the model."""
+        self.reducer.clear()
+        for part in self.parts.values():
+            part.grad = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    # ---- What belongs to the wrapped optimizer ----------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups; their parameters are this rank's parts."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The states of this rank's parts."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while it is being built or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the parameters are shared out when the optimizer is prepared."""
+        raise ValueError(
+            "Parameters can't be added to an optimizer that is sharded over data-parallel ranks: add the group before "
+            "training starts, or set zero_1=False."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states and master weights, and what they are parts of."""
+        masters = {
+            index: part.detach()
+            for index, (span, part) in enumerate(self.parts.items())
+            if self.parameters[span.name].dtype in LOW_PRECISION
+        }
+        spans = [tuple(span) for span in self.parts]
+        return {**self.optimizer.state_dict(), "masters": masters, "spans": spans}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; `CheckpointError` if it is of another cut of the model."""
+        spans = [tuple(span) for span in state_dict["spans"]]
+        if spans != [tuple(span) for span in self.parts]:
+            raise CheckpointError(
+                f"The optimizer state is that of {len(spans)} parts of the model, but this rank's {len(self.parts)} "
+                "parts are others: it was saved at another data-parallel layout, or of another model."
+            )
+        masters = state_dict["masters"]
+        self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in ("masters", "spans")})
+        for index, part in enumerate(self.parts.values()):
+            if index in masters:
+                part.copy_(masters[index])

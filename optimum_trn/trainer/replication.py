@@ -1,0 +1,196 @@
+"""What data-parallel ranks do for the models that they train together: equal weights, gradients, sharded optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils.dataclasses import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..parallel import ParallelConfig, Placement
+from ..parallel.grad_norm import Gradient, clip_, gradients_of, total_norm
+from ..parallel.gradients import AllReduced, GradientReducer, Scattered
+from ..parallel.granularity import Granularity, granularity_of
+from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
+from ..patching import pipeline_of
+from ..patching.adapters import placements_of
+
+
+class Replication:
+    """The gradients and optimizer states of models that are replicated over the "dp" (and "cp") axes of a mesh.
+
+    With `zero_1` every optimizer is cut over these ranks; else every rank has the whole, and the reduced gradients.
+    """
+
+    def __init__(self, mesh: DeviceMesh, config: ParallelConfig) -> None:
+        self.mesh = mesh
+        self.config = config
+        self.group = mesh.get_group("dp_cp")
+        self.num_ranks = dist.get_world_size(self.group)
+        self.models: tuple[nn.Module, ...] = ()
+        self.reducers: list[GradientReducer] = []
+        self.placements: dict[str, Placement] = {}
+        self._names: dict[int, str] = {}
+        self._duplicates: set[str] = set()  # parameters that an earlier rank of the pipeline has, too
+        self._buffers: list[Any] = []
+
+    def attach(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: DistributedDataParallelKwargs | None
+    ) -> None:
+        """Take on `models` and the prepared `optimizers` (accelerate's wrappers) of their parameters.
+
+        Of the `options` for DistributedDataParallel, the size of buckets and whether to keep buffers equal count; what
+        else there is to choose is not needed here, but for a communication hook, which raises ValueError.
+        """
+        self.close()
+        self.models = tuple(models)
+        options = options or DistributedDataParallelKwargs()
+        if options.comm_hook is not DDPCommunicationHookType.NO:
+            raise ValueError(f"The communication hook {options.comm_hook} of DistributedDataParallel is not supported.")
+        parameters = self._name(models)
+        capacity = int(options.bucket_cap_mb * 2**20)
+        if self.num_ranks > 1:
+            self._make_equal(models)
+            if options.broadcast_buffers:
+                self._keep_buffers_equal(models)
+        sharded: set[str] = set()
+        for accelerated in optimizers:
+            self._check_tensor_parallel(accelerated.optimizer)
+            optimizer = self._sharded(accelerated.optimizer, parameters, capacity)
+            if optimizer is not None:
+                accelerated.optimizer = optimizer
+                self.reducers.append(optimizer.reducer)
+                sharded |= optimizer.parameters.keys()
+        rest = {name: parameter for name, parameter in parameters.items() if name not in sharded}
+        if rest and self.num_ranks > 1:
+            self.reducers.append(AllReduced(rest, self.group, self.mesh["dp"].size(), capacity))
+
+    def _name(self, models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+        """All parameters of `models` by name, with the number of the model before it if there are several."""
+        parameters: dict[str, nn.Parameter] = {}
+        self.placements, self._duplicates = {}, set()
+        for number, model in enumerate(models):
+            prefix = f"{number}." if len(models) > 1 else ""
+            parameters |= {prefix + name: parameter for name, parameter in model.named_parameters()}
+            self.placements |= {prefix + name: placement for name, placement in placements_of(model).items()}
+            pipeline = pipeline_of(model)
+            if pipeline is not None:
+                self._duplicates |= {prefix + name for name in pipeline.staged.duplicates()}
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        return parameters
+
+    def _make_equal(self, models: Sequence[nn.Module]) -> None:
+        """Continue with the weights of the first rank, as DistributedDataParallel does."""
+        with torch.no_grad():
+            for model in models:
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def _keep_buffers_equal(self, models: Sequence[nn.Module]) -> None:
+        """Before every forward in training, take the first rank's running statistics, as DistributedDataParallel does.
+
+        Buffers that are not saved are constants, and are left out.
+        """
+
+        def take(model: nn.Module, inputs: Any) -> None:
+            if model.training and torch.is_grad_enabled():
+                for buffer in _saved_buffers(model):
+                    dist.broadcast(buffer, group=self.group, group_src=0)
+
+        self._buffers = [model.register_forward_pre_hook(take) for model in models if _saved_buffers(model)]
+
+    def _check_tensor_parallel(self, optimizer: Any) -> None:
+        size = self.mesh["tp"].size()
+        if size > 1 and not isinstance(optimizer, Zero1Optimizer):
+            if granularity_of(optimizer) is not Granularity.ELEMENT:
+                raise ValueError(
+                    f"{type(optimizer).__name__} must see whole parameters, which tensor_parallel_size={size} shards. "
+                    "Use an optimizer that works element by element, such as AdamW, or tensor_parallel_size=1."
+                )
+
+    def _sharded(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], capacity: int) -> Zero1Optimizer | None:
+        if isinstance(optimizer, Zero1Optimizer):  # of an earlier call of Trainer.train
+            return optimizer
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        low_precision = any(parameter.dtype in LOW_PRECISION for parameter in held)
+        if not self.config.zero_1 or (self.num_ranks == 1 and not low_precision):
+            return None
+        if any(id(parameter) not in self._names for parameter in held):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds parameters of no model that was prepared with it. Make them part of "
+                "the model, or set zero_1=False."
+            )
+        wanted = {id(parameter) for parameter in held} | {id(p) for p in parameters.values() if p.requires_grad}
+        shared = {name: parameter for name, parameter in parameters.items() if id(parameter) in wanted}
+        return Zero1Optimizer(optimizer, shared, self.group, self.mesh["dp"].size(), capacity)
+
+    # ---- Around a backward pass -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients only accumulate, on each rank its own."""
+        with ExitStack() as stack:
+            for reducer in self.reducers:
+                stack.enter_context(reducer.no_sync())
+            yield
+
+    @contextmanager
+    def reduced(self) -> Iterator[None]:
+        """Around a backward pass: afterwards its gradients are reduced, unless inside `no_sync`."""
+        for reducer in self.reducers:
+            reducer.begin()
+        yield
+        for reducer in self.reducers:
+            reducer.finish()
+
+    def close(self) -> None:
+        """Let go of all models."""
+        for reducer in self.reducers:
+            reducer.close()
+        for handle in self._buffers:
+            handle.remove()
+        self.models, self.reducers, self._buffers = (), [], []
+
+    # ---- The norm of the gradients ----------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before."""
+        wanted = [(self._names.get(id(parameter), ""), parameter) for parameter in parameters]
+        parts: list[Gradient] = []
+        for reducer in self.reducers:
+            if isinstance(reducer, Scattered):
+                shapes = {name: tuple(parameter.shape) for name, parameter in wanted if name in reducer.parameters}
+                parts += [
+                    Gradient(span.name, grad, shapes[span.name], span.start)
+                    for span, grad in reducer.gradients.items()
+                    if span.name in shapes
+                ]
+                wanted = [(name, parameter) for name, parameter in wanted if name not in shapes]
+        whole = gradients_of(wanted)
+        group = self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
+        stages = [self.mesh.get_group("pp")] if self.mesh["pp"].size() > 1 else []
+        total = total_norm(self._once(whole), self.placements, group, norm_type, stages)
+        if any(isinstance(reducer, Scattered) for reducer in self.reducers):
+            partial = total_norm(self._once(parts), self.placements, group, norm_type, [self.group, *stages])
+            total = torch.linalg.vector_norm(torch.stack([total.to(partial), partial]), norm_type)
+        if not math.isinf(max_norm):
+            clip_([*whole, *parts], total, max_norm)
+        return total
+
+    def _once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        return [gradient for gradient in gradients if gradient.name not in self._duplicates]
+
+
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
