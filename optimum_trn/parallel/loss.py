@@ -81,6 +81,8 @@ class VocabParallelCausalLMLoss:
     The arguments, the shift of the labels and the division are those of transformers' `ForCausalLMLoss`.
     """
 
+    takes_local_logits = True
+
     def __init__(self, stock: Callable[..., Tensor], group: RankGroup) -> None:
         self.stock = stock
         self.group = group

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
@@ -15,10 +13,11 @@ from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import HeadLayout, Heads
 from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss, VocabParallelMaskedLMLoss
-from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, RankGroup
+from optimum_trn.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS, ParallelConfig, RankGroup
 from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, watch_for_adapters
+from optimum_trn.patching.context import check_context, share_context, unshare_context
 from optimum_trn.patching.cutting import cut, place_parameters, restore
-from optimum_trn.patching.outputs import PatchedForward
+from optimum_trn.patching.outputs import PatchedForward, calls_loss_function
 from optimum_trn.patching.pipelining import concerns, cut_stages
 from optimum_trn.patching.resize import ResizeTokenEmbeddings
 from optimum_trn.patching.sequence import sequence_of
@@ -39,6 +38,9 @@ def install(
     """
     if state_of(model) is not None:
         raise PlanError(f"{type(model).__name__} is patched already. Call unpatch_model first.")
+    shares_context = parallel_config.context_parallel_size > 1
+    if shares_context:
+        check_context(model)
     size = parallel_config.tensor_parallel_size
     total_parameters = sum(parameter.numel() for parameter in model.parameters())
     placements = place_parameters(model, actions, size)
@@ -66,6 +68,9 @@ def install(
     )
     state = PatchState(parallel_config, mesh, tuple(actions), placements, report, pipeline)
     setattr(model, STATE_ATTRIBUTE, state)
+    if shares_context:
+        assert mesh is not None
+        share_context(model, RankGroup(mesh.get_group(CONTEXT_AXIS)))
     return state
 
 
@@ -76,6 +81,8 @@ def uninstall(model: PreTrainedModel) -> None:
         raise PlanError(f"{type(model).__name__} is not patched.")
     if has_adapters(model):
         raise PlanError("The model has adapters of PEFT. Take them off first: merge_and_unload() or unload().")
+    if state.config.context_parallel_size > 1:
+        unshare_context(model)
     if state.actions:
         restore(model, state.actions, state.placements, state.tp_group)
         _unpatch_instance(model)
@@ -108,7 +115,7 @@ def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> N
         head = None
     model.forward = PatchedForward(model, group, _head_orders(actions, group.size), sequence_of(actions, group))
     stock_loss = model.loss_function
-    if head is not None and stock_loss in VOCAB_PARALLEL_LOSSES and _calls_loss_function(model):
+    if head is not None and stock_loss in VOCAB_PARALLEL_LOSSES and calls_loss_function(model):
         model.loss_function = VOCAB_PARALLEL_LOSSES[stock_loss](stock_loss, group)
     model.resize_token_embeddings = ResizeTokenEmbeddings(model)
     for refusal in REFUSED:
@@ -132,11 +139,6 @@ VOCAB_PARALLEL_LOSSES: dict[Any, type[VocabParallelCausalLMLoss]] = {
     ForMaskedLMLoss: VocabParallelMaskedLMLoss,
 }
 """By the stock loss function: the one that takes logits cut along the vocabulary."""
-
-
-def _calls_loss_function(model: nn.Module) -> bool:
-    """Whether the class computes its loss by the function that an instance can replace, not by one of its own."""
-    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def _unpatch_instance(model: Any) -> None:

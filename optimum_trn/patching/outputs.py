@@ -7,15 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from optimum_trn.parallel.collectives import gather_from_group
 from optimum_trn.parallel.embedding import ParallelLMHead
-from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.sequence import SequenceGroup
 from optimum_trn.patching.adapters import adopt_adapters
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether the class computes its loss by the function that an instance can replace, not by one of its own."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 class PatchedForward:
@@ -95,7 +100,7 @@ class PatchedForward:
         return [] if head is None else [inner for inner in head.modules() if isinstance(inner, ParallelLMHead)]
 
     def _logits_stay_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self.model.training or not isinstance(self.model.loss_function, VocabParallelCausalLMLoss):
+        if not self.model.training or not getattr(self.model.loss_function, "takes_local_logits", False):
             return False
         labels = kwargs.get("labels")
         if labels is None and args:
