@@ -57,6 +57,7 @@ NAMED_IN_STRINGS = (
 
 WRITTEN_BY_US = {
     "_is_hf_initialized": "transformers.initialization",
+    "_weight_conversions": "transformers.core_model_loading",
     "_is_accelerate_prepared": "accelerate.accelerator",
     "_boxed_call": "torch._functorch._aot_autograd.utils",
 }

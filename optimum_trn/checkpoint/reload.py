@@ -14,6 +14,7 @@ from ..parallel import Placement
 from ..patching import state_of
 from .agreement import agreed
 from .slices import LocalSlice, open_slices, shape_of
+from .stock import tensors_from_files
 
 
 @torch.no_grad()
@@ -26,9 +27,11 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     state = state_of(model)
     with agreed(f"Reading {directory}"):
-        sources = open_slices([str(file) for file in _weight_files(directory)])
+        sources = tensors_from_files(model, open_slices([str(file) for file in _weight_files(directory)]))
         slices: list[tuple[Tensor, LocalSlice]] = []
+        aliases = state.pipeline.staged.stages.aliases if state is not None and state.pipeline is not None else {}
         for tensor, names in _by_tensor(model):
+            names = [*names, *aliases.get(names[0], ())]
             name = next((name for name in names if name in sources), None)
             if name is None:
                 raise CheckpointError(f"{directory} lacks {names[0]}: it holds the weights of another model.")

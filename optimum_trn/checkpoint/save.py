@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -19,10 +19,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..errors import CheckpointError
 from ..parallel import Placement
 from ..patching import PatchState, state_of
+from ..patching.adapters import has_adapters
 from .agreement import agreed
-from .gather import gathered_blocks
+from .deferred_init import id_of
+from .gather import Gathered, OfStage, blocks
+from .lazy import LazyTensor
 from .safetensors_writer import SafetensorsWriter, file_order
-from .stock import names_in_files, with_variant, without_tied_duplicates, write_configs
+from .stock import tensors_in_files, with_variant, without_tied_duplicates, write_configs
 
 STAGING_PREFIX = ".saving-"  # of the directory in which files wait until all of them are complete
 METADATA = {"format": "pt"}  # what transformers writes into the header, and asks for when it reads
@@ -70,7 +73,7 @@ def save_pretrained(
         )
     with agreed(f"Preparing to save to {save_directory}"):
         layout = FileLayout(model, state, state_dict, max_shard_size, variant, save_original_format)
-    writes = is_main_process and state.dp_rank == 0 and state.tp_rank == 0
+    writes = is_main_process and state.dp_rank == 0 and state.tp_rank == 0 and state.pp_rank == 0
     save = StagedSave(os.fspath(save_directory), layout) if writes else None
     if state.dp_rank == 0:
         for file, block in layout.blocks(state):
@@ -96,26 +99,35 @@ class FileLayout:
         variant: str | None,
         save_original_format: bool,
     ) -> None:
-        if model.__dict__.get("_hf_peft_config_loaded"):
-            raise CheckpointError("Adapters on a sharded model cannot be saved.")
-        self.tensors = without_tied_duplicates(model, dict(state_dict or model.state_dict()))
-        self.placements = {
-            name: state.placements.get(name) or Placement.replicate(tensor.shape, 1)
-            for name, tensor in self.tensors.items()
-        }
-        for name, tensor in self.tensors.items():
-            expected = self.placements[name].local_shape(state.tp_rank)
-            if tuple(tensor.shape) != expected:
+        if has_adapters(model):
+            raise CheckpointError(
+                "The model has adapters of PEFT. Call save_pretrained of the PeftModel to save them, or first "
+                "merge_and_unload() to save the weights with what they have learned."
+            )
+        staged = state.pipeline.staged if state.pipeline is not None else None
+        own = dict(state_dict or model.state_dict())
+        whole_model = without_tied_duplicates(model, own) if staged is None else staged.saved_tensors(own)
+        self.tensors: dict[str, LazyTensor] = {}
+        for name, tensor in whole_model.items():
+            placement = state.placements.get(name) or Placement.replicate(tensor.shape, 1)
+            expected = placement.local_shape(state.tp_rank)
+            if (staged is None or staged.holds(name)) and tuple(tensor.shape) != expected:
                 raise CheckpointError(f"{name} has the shape {tuple(tensor.shape)} where this rank holds {expected}.")
+            self.tensors[name] = Gathered(tensor, placement, state.tp_group)
+            if staged is not None:
+                owner, stages = staged.rank_of(name), staged.group.process_group
+                self.tensors[name] = OfStage(self.tensors[name], owner, stages, model.device)
         whole = {
-            name: torch.empty(self.placements[name].global_shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in self.tensors.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self.tensors.items()
         }
-        self.name_in_model = names_in_files(model, whole) if save_original_format else {name: name for name in whole}
-        whole = {name: whole[source] for name, source in self.name_in_model.items()}
+        if save_original_format:
+            self.tensors, whole = tensors_in_files(model, self.tensors), tensors_in_files(model, whole)
         self.weights_name = with_variant(SAFE_WEIGHTS_NAME, variant)
-        split = split_torch_state_dict_into_shards(
+        # Views of one storage go into one file, as in transformers: what was one weight is not torn apart.
+        split = split_state_dict_into_shards_factory(
             whole,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=id_of,
             filename_pattern=self.weights_name.replace(".safetensors", "{suffix}.safetensors"),
             max_shard_size=max_shard_size,
         )
@@ -123,7 +135,10 @@ class FileLayout:
         self.index_name = with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
         self.index: dict[str, Any] | None = None
         if split.is_sharded:
-            count = sum(torch.Size(state.placements[name].global_shape).numel() for name, _ in model.named_parameters())
+            names = [name for name, _ in model.named_parameters()] if staged is None else whole_model
+            count = sum(
+                torch.Size(state.placements[name].global_shape).numel() for name in names if name in state.placements
+            )
             self.index = {
                 "metadata": {"total_parameters": count, **split.metadata},
                 "weight_map": split.tensor_to_filename,
@@ -133,8 +148,7 @@ class FileLayout:
         """(file, block) in the order in which the blocks are written; None on all ranks but the first of the group."""
         for file, names in self.files.items():
             for name in file_order(names):
-                source = self.name_in_model[name]
-                for block in gathered_blocks(self.tensors[source], self.placements[source], state.tp_group):
+                for block in blocks(self.tensors[name], state.tp_group):
                     yield file, block
 
 

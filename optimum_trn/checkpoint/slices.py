@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..parallel import Piece, Placement
+from .lazy import Box, LazyTensor
 
 # The start of a safetensors file: the length of its JSON header as an unsigned 64-bit little-endian integer
 # (https://github.com/huggingface/safetensors#format).
@@ -24,9 +25,9 @@ HEADER_LENGTH = struct.Struct("<Q")
 class LocalSlice:
     """Stands for this rank's part of one tensor; nothing is read before it is indexed with `[...]`.
 
-    `source` is a safetensors slice or a (memory-mapped) tensor of the placement's global shape.  Indexing gives a
-    tensor of the local shape on `device`, in `dtype` (the source's own if None), in storage of its own: only the local
-    pieces are read, straight from the mapped file into the device's memory.
+    `source` is a safetensors slice, a (memory-mapped) tensor or a lazy one, of the placement's global shape.  Indexing
+    gives a tensor of the local shape on `device`, in `dtype` (the source's own if None), in storage of its own: only
+    the local pieces are read, straight from the mapped file into the device's memory.
     """
 
     def __init__(
@@ -40,26 +41,41 @@ class LocalSlice:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         assert index is ..., "a local slice is read as a whole"
-        pieces = self.placement.pieces(self.rank)
-        views = [self._view(piece) for piece in pieces] or [self.source[...]]
-        dtype = self.dtype or next(view.dtype for view in views if view is not None)
+        dtype, dim = self.dtype or dtype_of(self.source), self.placement.dim
         local = torch.empty(self.placement.local_shape(self.rank), dtype=dtype, device=self.device)
-        if self.placement.dim is None:
-            return local.copy_(self.source[...])
+        if dim is None:
+            self._read(local, None)
+            return local
         offset = 0
-        for piece, view in zip(pieces, views, strict=True):
-            target = local.narrow(self.placement.dim, offset, piece.length)
-            target.zero_() if view is None else target.copy_(view)
+        for piece in self.placement.pieces(self.rank):
+            target = local.narrow(dim, offset, piece.length)
+            target.zero_() if piece.start is None else self._read(target, piece)
             offset += piece.length
         return local
 
-    def _view(self, piece: Piece) -> Tensor | None:
-        """The piece of the source, or None for padding."""
-        if piece.start is None:
-            return None
-        index = (slice(None),) * (self.placement.dim or 0) + (slice(piece.start, piece.start + piece.length),)
-        view: Tensor = self.source[index]
-        return view
+    def _read(self, target: Tensor, piece: Piece | None) -> None:
+        """Copies a piece of the sharded dimension of the source, or all of it, into a tensor of its shape."""
+        box = [(0, size) for size in self.placement.global_shape]
+        if piece is not None and piece.start is not None and self.placement.dim is not None:
+            box[self.placement.dim] = (piece.start, piece.start + piece.length)
+        source = self.source if isinstance(self.source, LazyTensor) else Stored(self.source)
+        source.copy_to(target, tuple(box))
+
+
+class Stored(LazyTensor):
+    """A tensor in a file: a safetensors slice, or a memory-mapped tensor."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.shape = torch.Size(shape_of(source))
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Read off the file when it is asked for."""
+        return dtype_of(self.source)
+
+    def copy_to(self, target: Tensor, box: Box) -> None:
+        target.copy_(self.source[tuple(slice(*ends) for ends in box)] if box else self.source[...])
 
 
 def open_slices(files: Sequence[str]) -> dict[str, Any]:
@@ -109,5 +125,14 @@ def same_values(first: Any, second: Any, rows: int = 1024) -> bool:
 
 def shape_of(source: Any) -> Sequence[int]:
     """The shape of a safetensors slice or of a tensor."""
-    shape: Sequence[int] = source.get_shape() if hasattr(source, "get_shape") else source.shape
+    shape: Sequence[int] = source.shape if hasattr(source, "shape") else source.get_shape()
     return shape
+
+
+def dtype_of(source: Any) -> torch.dtype:
+    """The dtype of a safetensors slice or of a tensor."""
+    if isinstance(source, (Tensor, LazyTensor)):
+        return source.dtype
+    empty = source[(slice(0, 0),) * len(shape_of(source)) or ...]
+    dtype: torch.dtype = empty.dtype
+    return dtype

@@ -7,16 +7,20 @@ methods of the loader; the instance it makes is given the stock class back befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModel, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -24,8 +28,11 @@ from transformers.modeling_utils import _add_variant, load_state_dict, remove_ti
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .deferred_init import EmptyOnMeta
+from .lazy import LazyTensor
 from .load import ShardedLoad, drop_tied_duplicates, mismatched_shapes, named_tensors
-from .slices import open_slices
+from .slices import Stored, open_slices
+
+T = TypeVar("T", torch.Tensor, LazyTensor)
 
 # What transformers would place or convert by itself, in ways that a sharded model does not take.
 REFUSED = {
@@ -133,25 +140,24 @@ def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
             raise UnsupportedModelError(
                 f"{load_config.pretrained_model_name_or_path} is quantised, which cannot be trained."
             )
-        sources = _open(checkpoint_files, load_config)
-        by_target = _by_target(model, sources, load_config.weight_mapping or [])
-        present = {target: sources[key] for target, key in by_target.items()}
+        conversions = load_config.weight_mapping or []
+        present, sources = tensors_in_model(model, _open(checkpoint_files, load_config), conversions)
         drop_tied_duplicates(model, present)
         mismatched = mismatched_shapes(model, present, load_config.ignore_mismatched_sizes)
         for target, _, _ in mismatched:
             del present[target]
-        for target, key in by_target.items():
-            if target not in present:
-                del sources[key]
         load.draw_missing(model, set(present))
         load.patch(model)
-        for target in present:
+        present = load.own(model, present)
+        if expected_keys is not None:
+            expected_keys = [key for key in expected_keys if key in named_tensors(model)]
+        for target, source in present.items():
             # With exceptions to the dtype, transformers casts after the slice has been read.
             dtype = None if load_config.dtype_plan else model.get_parameter_or_buffer(target).dtype
-            sources[by_target[target]] = load.local_slice(model, target, present[target], dtype)
-        info, offload_index = stock._load_pretrained_model(
-            model, sources, None, replace(load_config, device_map={"": load.device}), expected_keys
-        )
+            sources[target] = load.local_slice(model, target, source, dtype)
+        unconverted = replace(load_config, device_map={"": load.device}, weight_mapping=[])
+        info, offload_index = stock._load_pretrained_model(model, sources, None, unconverted, expected_keys)
+        model._weight_conversions = [entry for entry in conversions if entry.was_used()]
         info.mismatched_keys |= mismatched
         info.missing_keys -= {target for target, _, _ in mismatched}
         return info, offload_index
@@ -190,27 +196,46 @@ def _open(checkpoint_files: list[str], load_config: Any) -> dict[str, Any]:
     return sources
 
 
-def _by_target(model: Any, sources: dict[str, Any], weight_mapping: list[Any]) -> dict[str, str]:
-    """The name in the model of each tensor of the checkpoint that has one, to its name there.
+def tensors_in_model(
+    model: Any, sources: Mapping[str, Any], conversions: Sequence[WeightTransform]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By name in the model what a checkpoint's tensors make of it, and what the checkpoint holds besides.
 
-    Raises `UnsupportedModelError` if the checkpoint's tensors must be computed with, not only renamed.
+    The model must be whole.  Raises `UnsupportedModelError` if a conversion does more than move entries.
     """
-    renamings = [entry for entry in weight_mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in weight_mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     names: dict[str, torch.Tensor] = model.state_dict()
-    by_target: dict[str, str] = {}
-    for key in sources:
+    found: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    conversion_of: dict[str, WeightConverter] = {}
+    for key in sorted(sources, key=dot_natural_key):  # in which the experts are in order
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         if target not in names and key in names:
             target, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
-        if pattern is not None:
-            raise UnsupportedModelError(
-                f"{key} must be merged or split to become a weight of {type(model).__name__}, which sharded loading "
-                f"does not do. Load the checkpoint with transformers and save it with save_original_format=False."
-            )
-        if target in names:
-            by_target[target] = key
-    return by_target
+        if target not in names:
+            patterns = by_pattern[pattern].target_patterns if pattern is not None else [target]
+            unknown.update((target.replace(patterns[0], other), sources[key]) for other in patterns)
+        elif pattern is None:
+            found.setdefault(target, sources[key])
+        else:
+            if target not in conversion_of:
+                conversion_of[target] = copy.deepcopy(by_pattern[pattern])
+            conversion_of[target].add_tensor(target, key, pattern, Stored(sources[key]))  # type: ignore[arg-type]
+    for target, converter in conversion_of.items():
+        converted = converter.convert(target, model=model, config=model.config)
+        found.update((name, value[0] if isinstance(value, list) else value) for name, value in converted.items())
+    return found, unknown
+
+
+def tensors_from_files(model: Any, sources: Mapping[str, Any]) -> dict[str, Any]:
+    """By name in the model what the files make of it that were saved from this model, or from its like."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    found, unknown = tensors_in_model(model, sources, conversions)
+    return {**unknown, **found}
 
 
 def with_variant(file_name: str, variant: str | None) -> str:
@@ -227,20 +252,13 @@ def without_tied_duplicates(model: PreTrainedModel, tensors: dict[str, torch.Ten
     return kept
 
 
-def names_in_files(model: PreTrainedModel, whole: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Name in the files to name in the model, undoing the renames of the load; `whole` are meta tensors by model name.
+def tensors_in_files(model: PreTrainedModel, tensors: dict[str, T]) -> dict[str, T]:
+    """By name in the stock files what these hold, of the model's whole tensors by name: the load's conversions undone.
 
-    Raises `UnsupportedModelError` if tensors must be computed with, not only renamed.
+    Raises `UnsupportedModelError` if lazy tensors are given and they do more than move entries.
     """
-    names = {id(tensor): name for name, tensor in whole.items()}
-    reverted = revert_weight_conversion(model, whole)
-    computed = [name for name, tensor in reverted.items() if id(tensor) not in names]
-    if computed:
-        raise UnsupportedModelError(
-            f"{computed[0]} and {len(computed) - 1} others are merged or split in this model's stock files, which "
-            f"saving a sharded model does not do. Pass save_original_format=False: transformers reads those files, too."
-        )
-    return {name: names[id(tensor)] for name, tensor in reverted.items()}
+    in_files: dict[str, T] = revert_weight_conversion(model, tensors)  # type: ignore[arg-type]
+    return in_files
 
 
 def write_configs(model: PreTrainedModel, directory: str) -> None:

@@ -29,9 +29,12 @@ def gathered(rank, world_size):
     for name, placement in PLACEMENTS.items():
         full = torch.arange(float(torch.Size(placement.global_shape).numel())).reshape(placement.global_shape)
         local = placement.shard(full, rank).to(local_device())
-        blocks = list(gather.gathered_blocks(local, placement, group))
+        blocks = list(gather.blocks(gather.Gathered(local, placement, group), group))
         if rank == 0:
-            results[name] = len(blocks), torch.equal(torch.cat(blocks).reshape(full.shape), full)
+            results[name] = (
+                len(blocks),
+                torch.equal(torch.cat([block.reshape(-1) for block in blocks]), full.reshape(-1)),
+            )
         else:
             assert all(block is None for block in blocks)
     return results
