@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..parallel import ParallelConfig, Placement
-from ..patching import patch_model, plan_for, state_of
+from ..patching import patch_model, pipeline_of, plan_for, state_of
+from ..patching.stage_plan import validate_stages
 from .deferred_init import DeferredInit
 from .slices import LocalSlice, same_values, shape_of
 
@@ -34,6 +35,7 @@ class ShardedLoad:
         self.mesh = mesh
         self.device = device
         self.values: dict[str, Tensor] = {}  # of the whole model on the meta device, by name; what to draw later
+        self.ties: dict[str, str] = {}  # of the whole model: a pipeline stage may have only the name that is tied
         self.init = DeferredInit()
         self.model: PreTrainedModel | None = None  # the model that came out of it
         self._generator_state = torch.get_rng_state()
@@ -42,12 +44,14 @@ class ShardedLoad:
     @property
     def shards(self) -> bool:
         """Whether the model is cut at all."""
-        return self.parallel_config.tensor_parallel_size > 1
+        return self.parallel_config.ranks_per_copy > 1
 
     def validate(self, config: Any) -> None:
         """Raise `UnsupportedModelError` or `PlanError`, before anything is read, if the layout does not suit."""
         if self.shards:
-            plan_for(config).validate(config, self.parallel_config.tensor_parallel_size)
+            plan = plan_for(config)
+            plan.validate(config, self.parallel_config.tensor_parallel_size)
+            validate_stages(plan, config, self.parallel_config.num_stages)
 
     def draw_missing(self, model: PreTrainedModel, present: set[str]) -> None:
         """Record how the stock class, still whole and on meta, initialises what is not `present` in the checkpoint."""
@@ -62,11 +66,24 @@ class ShardedLoad:
     def remember(self, model: PreTrainedModel) -> None:
         """Keep the whole tensors under their names: patching will cut those of the model."""
         self.values = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        self.ties = dict(model.all_tied_weights_keys)
 
     def patch(self, model: PreTrainedModel) -> None:
         """Cut the model to this rank's part."""
         if self.shards:
             patch_model(model, self.parallel_config, self.mesh)
+
+    def own(self, model: PreTrainedModel, present: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the sources by name, those of this rank's pipeline stages, where a tied weight may have lost its source."""
+        if pipeline_of(model) is None:
+            return dict(present)
+        names = {name: name for name in named_tensors(model) if name in present}
+        names |= {
+            name: source
+            for name, source in self.ties.items()
+            if source in present and name not in model.all_tied_weights_keys and name in named_tensors(model)
+        }
+        return {name: present[source] for name, source in names.items()}
 
     def local_slice(self, model: PreTrainedModel, name: str, source: Any, dtype: torch.dtype | None) -> LocalSlice:
         """The lazy slice of a source that this rank holds under `name`."""
@@ -81,7 +98,7 @@ class ShardedLoad:
             module = model.get_submodule(owner)
             current = getattr(module, attribute)
             if id(current) not in filled:
-                whole = self.init.draw(self.values[name])
+                whole = self.init.draw(self.values[self.ties.get(name, name)])
                 placement, rank = self._placement(model, name, whole.shape)
                 local = LocalSlice(whole, placement, rank, self.device, current.dtype)[...]
                 if isinstance(current, nn.Parameter):

@@ -16,6 +16,7 @@ from optimum_trn.patching.blocks import (
 )
 from optimum_trn.patching.composite import CompositePlan, plan_for
 from optimum_trn.patching.marks import annotations_of, stages_of
+from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.plan import ModelPlan, Stack
 from optimum_trn.patching.registry import get_plan, register_plan, supported_models
 from optimum_trn.patching.schedule import Schedule
@@ -34,6 +35,7 @@ __all__ = [
     "OneOf",
     "PatchReport",
     "PatchState",
+    "PipelinedModel",
     "Region",
     "Schedule",
     "Space",

@@ -135,6 +135,29 @@ class StagedModel:
         stage = self.stages.stage_of(name)
         return stage is None or stage in self.own
 
+    def rank_of(self, name: str) -> int:
+        """The rank that answers for the tensor of that name."""
+        return (self.stages.stage_of(name) or 0) % self.group.size
+
+    def whole(self, name: str) -> Tensor:
+        """The tensor of that name of another rank, in the shape that it has in the stock model, on the meta device."""
+        path = next(path for path in self.stages.modules if name.startswith(f"{path}."))
+        found: Tensor = self.elsewhere[path].stock.state_dict()[name.removeprefix(f"{path}.")]
+        return found
+
+    def saved_tensors(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What goes into the stock files of the whole model, in order: this rank's tensors, others on the meta device.
+
+        Of tied weights, the one that the others are tied to.
+        """
+        left_out = set(self.model._keys_to_ignore_on_save or ())
+        for names in self.stages.aliases.values():
+            targets = [name for name in sorted(names) if name in self._stock_ties]
+            left_out |= set(targets[: len(names) - 1])
+        return {
+            name: own[name] if name in own else self.whole(name) for name in self.stages.tensors if name not in left_out
+        }
+
     def holders(self, name: str) -> list[int]:
         """The ranks that have the tensor of that name, or one that is tied to it, in ascending order."""
         ranks = set()
@@ -154,6 +177,10 @@ class StagedModel:
                 seen.add(id(self.model.get_parameter(mine)))
                 found[mine] = holders
         return found
+
+    def duplicates(self) -> set[str]:
+        """The parameters of this rank that an earlier rank has, too: what counts once counts there."""
+        return {name for name, holders in self.tied_over_ranks().items() if holders[0] != self.group.rank}
 
     def weights(self, stage: int) -> list[nn.Parameter]:
         """The trained parameters of a stage of this rank."""

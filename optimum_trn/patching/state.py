@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class PatchReport:
     total_parameters: int
     local_parameters: int
     local_logits: bool
+    unproven: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -39,6 +40,7 @@ class PatchReport:
         lines += [f"  {path}: {style}" for path, style in kinds.items()]
         if self.replicated:
             lines.append(f"  replicated: {', '.join(dict.fromkeys(map(_pattern, self.replicated)))}")
+        lines += [f"  NOT SHARDED, since not proven: {path} ({reason})" for path, reason in self.unproven.items()]
         if self.local_logits:
             lines.append("  outputs.logits is None in training with labels: only the loss sees the sharded logits")
         return "\n".join(lines)
@@ -81,6 +83,11 @@ class PatchState:
         return 0 if self.mesh is None else self.mesh.get_local_rank(TENSOR_AXIS)
 
     @property
+    def pp_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.staged.group.rank
+
+    @property
     def dp_rank(self) -> int:
         """Which copy of the model this rank belongs to."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(DATA_AXIS)
@@ -96,3 +103,18 @@ def pipeline_of(model: nn.Module) -> PipelinedModel | None:
     """What runs the stages of a model whose layers are cut over a pipeline, or None if they are not."""
     state = state_of(model)
     return None if state is None else state.pipeline
+
+
+def with_unproven(model: nn.Module, unproven: Mapping[str, str]) -> PatchReport:
+    """The report of a patched model, with the parts that an inferred plan leaves whole; it says so to the user, too."""
+    state = state_of(model)
+    assert state is not None
+    if unproven:
+        report = replace(state.report, unproven=dict(unproven))
+        setattr(model, STATE_ATTRIBUTE, replace(state, report=report))
+        logger.warning(
+            f"{report.model_type}: every rank holds {', '.join(unproven)} whole, since no way to cut them could be proven. "
+            "print(report) says why."
+        )
+        return report
+    return state.report
