@@ -221,9 +221,8 @@ class Scattered(GradientReducer):
     def _deliver(self, bucket: Bucket, result: Tensor, present: set[str]) -> None:
         self.present |= present
         for span in bucket.spans:
-            if span.rank == self.rank:
+            if span.rank == self.rank and span.name in present:
                 gradient = result.narrow(0, span.offset, span.length)
-                if span in self.gradients:  # nobody has used or cleared it: it accumulates, as Parameter.grad does
-                    self.gradients[span].add_(gradient)
-                elif span.name in present:
-                    self.gradients[span] = gradient
+                if span in self.gradients:  # not cleared: it accumulates, as Parameter.grad does
+                    gradient = self.gradients[span].add_(gradient)
+                self.gradients[span] = gradient
