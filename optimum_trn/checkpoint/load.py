@@ -46,10 +46,10 @@ class ShardedLoad:
         """Whether the model is cut at all."""
         return self.parallel_config.ranks_per_copy > 1
 
-    def validate(self, config: Any) -> None:
+    def validate(self, config: Any, model_class: type[PreTrainedModel]) -> None:
         """Raise `UnsupportedModelError` or `PlanError`, before anything is read, if the layout does not suit."""
         if self.shards:
-            plan = plan_for(config)
+            plan = plan_for(config, model_class)
             plan.validate(config, self.parallel_config.tensor_parallel_size)
             validate_stages(plan, config, self.parallel_config.num_stages)
 

@@ -120,11 +120,11 @@ def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
     """A subclass of a stock model class whose loader methods are those of `load`."""
 
     def from_pretrained(cls: Any, /, *args: Any, config: Any, **kwargs: Any) -> Any:
-        load.validate(config)
+        load.validate(config, stock)
         return stock.from_pretrained.__func__(cls, *args, config=config, **kwargs)
 
     def from_config(cls: Any, /, config: Any, **kwargs: Any) -> Any:
-        load.validate(config)
+        load.validate(config, stock)
         with load.shared_generator(), load.init, EmptyOnMeta():
             model = stock._from_config(config, **kwargs)
         load.remember(model)

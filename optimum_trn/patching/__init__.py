@@ -15,6 +15,8 @@ from optimum_trn.patching.blocks import (
     Where,
 )
 from optimum_trn.patching.composite import CompositePlan, plan_for
+from optimum_trn.patching.declaration import declaration
+from optimum_trn.patching.infer import infer_plan
 from optimum_trn.patching.marks import annotations_of, stages_of
 from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.plan import ModelPlan, Stack
@@ -42,7 +44,9 @@ __all__ = [
     "Stack",
     "Where",
     "annotations_of",
+    "declaration",
     "get_plan",
+    "infer_plan",
     "patch_model",
     "pipeline_of",
     "plan_for",

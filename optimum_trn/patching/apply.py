@@ -10,9 +10,10 @@ from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
 from optimum_trn.patching.adapters import adapters_aside
 from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
+from optimum_trn.patching.plan import ModelPlan
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.stage_plan import record_stages, validate_stages
-from optimum_trn.patching.state import PatchReport, state_of
+from optimum_trn.patching.state import PatchReport, state_of, with_unproven
 
 
 def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: DeviceMesh | None = None) -> PatchReport:
@@ -40,18 +41,25 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     if size == 1 and stages == 1:
         return install(model, (), parallel_config, mesh).report
     assert mesh is not None
-    plan = plan_for(model.config)
+    plan = plan_for(model.config, type(model))
     plan.validate(model.config, size)
     validate_stages(plan, model.config, stages)
-    with adapters_aside(model):
-        schedule = Schedule(model, mesh, parallel_config.pipeline_schedule)
-        if size > 1:
-            plan.record(schedule)
-        if stages > 1:
-            record_stages(plan, schedule, stages)
-        if parallel_config.sequence_parallel:
-            plan.record_sequence(schedule)
-        return schedule.apply()
+    try:
+        with adapters_aside(model):
+            schedule = Schedule(model, mesh, parallel_config.pipeline_schedule)
+            if size > 1:
+                plan.record(schedule)
+            if stages > 1:
+                record_stages(plan, schedule, stages)
+            if parallel_config.sequence_parallel:
+                plan.record_sequence(schedule)
+            report = schedule.apply()
+            return with_unproven(model, plan.unproven) if isinstance(plan, ModelPlan) else report
+    except PlanError:
+        if state_of(model) is not None:  # an adapter was refused
+            with adapters_aside(model):
+                uninstall(model)
+        raise
 
 
 def unpatch_model(model: PreTrainedModel) -> None:

@@ -121,9 +121,7 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
 def _layouts(part: Part, heads: Heads) -> Iterator[Region]:
     roles = {role: path for path, role in part.columns.items()}
     assert part.row is not None
-    common = dict(
-        rows={part.row: "queries"}, owner=part.owner, num_heads=heads.name, num_kv_heads=heads.keys_name
-    )
+    common = dict(rows={part.row: "queries"}, owner=part.owner, num_heads=heads.name, num_kv_heads=heads.keys_name)
     single: dict[str, Kind] = {"q": "queries", "k": "keys", "v": "keys", "kv": "pairs", "qk": "halves"}
 
     def columns(**kinds: Kind) -> dict[str, Kind]:
@@ -198,7 +196,11 @@ class _Extras:
                     self.whole.append(path)
                 continue
             dims = sorted(
-                (dim for dim in range(value.dim()) if value.shape[dim] in sizes and value.shape[dim] != 2 * heads.width),
+                (
+                    dim
+                    for dim in range(value.dim())
+                    if value.shape[dim] in sizes and value.shape[dim] != 2 * heads.width
+                ),
                 key=lambda dim: value.shape[dim] != heads.count,
             )
             if isinstance(module, nn.modules.conv._ConvNd):
@@ -258,7 +260,9 @@ def _numbers(part: Part, block: nn.Module, heads: Heads) -> Iterator[tuple[tuple
     config = getattr(block, "config", None)
     names = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
     configured = tuple(name for name in names if _is_number(v := getattr(config, name, None)) and v > 1)
-    plain = [name for name in widths if not re.search(r"hidden_size$|embed_dim$|d_model$|\.dim$|^dim$|hidden_dim$", name)]
+    plain = [
+        name for name in widths if not re.search(r"hidden_size$|embed_dim$|d_model$|\.dim$|^dim$|hidden_dim$", name)
+    ]
     sets = [(), tuple(counts), tuple(counts + widths), tuple(counts + plain)]
     sets += [(*counts, name) for name in widths]
     sets += [(*counts, *pair) for pair in itertools.combinations(widths, 2)]

@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from optimum_trn.errors import PlanError
+from optimum_trn.patching.infer import infer_plan
 from optimum_trn.patching.plan import ModelPlan, record_head
-from optimum_trn.patching.registry import find_plan, get_plan
+from optimum_trn.patching.registry import find_plan
 from optimum_trn.patching.schedule import Schedule
 
 
@@ -58,20 +59,19 @@ class CompositePlan:
         )
 
 
-def plan_for(config: Any) -> ModelPlan | CompositePlan:
-    """The plan of a config's model type, or one made of those of the configs within it.
+def plan_for(config: Any, model_class: type[PreTrainedModel] | None = None) -> ModelPlan | CompositePlan:
+    """The plan of a config's model type, or one made of those of the configs within it, or one that is inferred.
 
-    `UnsupportedModelError` if there is neither; the text tower must have a plan, which is where most parameters are.
+    The text tower of a composite must have a plan, which is where most parameters are; else, and without any plan, one
+    is inferred and proven for `model_class`.  `UnsupportedModelError` if nothing of it can be proven.
     """
     plan = find_plan(config.model_type)
     if plan is not None:
         return plan
     towers = {plan.model_type: plan for plan, _ in _planned(config)}
-    if not towers:
-        return get_plan(config.model_type)
     text_config = config.get_text_config(decoder=True)
-    if text_config.model_type != config.model_type:
-        get_plan(text_config.model_type)
+    if not towers or (text_config.model_type != config.model_type and find_plan(text_config.model_type) is None):
+        return infer_plan(config, model_class)
     return CompositePlan(config.model_type, tuple(towers.values()))
 
 

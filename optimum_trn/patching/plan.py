@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from optimum_trn.errors import PlanError
-from optimum_trn.patching.blocks import Role, column_wise
+from optimum_trn.patching.blocks import Region, Role, column_wise
 from optimum_trn.patching.dropout import draws_random
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.styles import HoldsName
@@ -53,8 +53,8 @@ class ModelPlan:
     as an encoder and a decoder, gives `stacks` instead of `attention`, `mlp` and `layers`, and often several
     embeddings: the plan covers those of them that a class has.
 
-    An inferred plan may leave the output embeddings whole (`head`), may hold only where the ranks divide every number
-    of heads and columns (`even_only`), and says which parts are `unproven` and therefore whole, by path, and why.
+    An inferred plan may leave the output embeddings whole (`head`), and says which parts are `unproven` and therefore
+    whole, by path, and why.
 
     For pipeline stages: `before_layers` are modules that are used before the layers but registered after them, and a
     model that `shares_layers` uses one layer several times.
@@ -67,7 +67,6 @@ class ModelPlan:
     embedding: str | tuple[str, ...] = "embed_tokens"
     stacks: tuple[Stack, ...] = ()
     head: bool = True
-    even_only: bool = False
     unproven: Mapping[str, str] = field(default_factory=dict)
     before_layers: tuple[str, ...] = ()
     shares_layers: bool = False
@@ -129,6 +128,11 @@ class ModelPlan:
 
     def record_sequence(self, schedule: Schedule) -> None:
         """Records sequence parallelism; `PlanError` for models that are not one stack of decoder layers."""
+        if any(isinstance(role, Region) for stack in self.every_stack() for role in stack.roles):
+            raise PlanError(
+                f"{self.model_type}: sequence_parallel=True is for families with a declaration, and the plan of this one "
+                "is inferred. Leave it off."
+            )
         stacks = self.every_stack()
         decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
         if len(stacks) != 1 or self.model_type not in decoders:

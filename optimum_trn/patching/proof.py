@@ -131,9 +131,7 @@ class Subject:
             return float("inf")
         return max(relative(tensor, self.expected[name]) for name, tensor in outputs.items())
 
-    def _with_gradients(
-        self, output: float, copies: Sequence[nn.Module], placements: Mapping[str, Placement]
-    ) -> Trial:
+    def _with_gradients(self, output: float, copies: Sequence[nn.Module], placements: Mapping[str, Placement]) -> Trial:
         trial = Trial(output)
         partial, twice = [], []
         named = [dict(twin.named_parameters()) for twin in copies]
@@ -169,7 +167,9 @@ def tensors(outputs: Any, prefix: str = "") -> dict[str, Tensor]:
     for name, value in items:
         if isinstance(value, Tensor) and value.is_floating_point():
             found[f"{prefix}{name}"] = value
-        elif isinstance(value, (tuple, list)) or (hasattr(value, "to_tuple") and "cache" not in type(value).__name__.lower()):
+        elif isinstance(value, (tuple, list)) or (
+            hasattr(value, "to_tuple") and "cache" not in type(value).__name__.lower()
+        ):
             if "past_key_values" not in str(name) and "attention" not in str(name) and "state" != str(name):
                 found |= tensors(value, f"{prefix}{name}.")
     return found
@@ -228,7 +228,9 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 def copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs that a model may change."""
-    return {name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in inputs.items()}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in inputs.items()
+    }
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -246,4 +248,6 @@ def _clear_caches(model: nn.Module) -> None:
 
 
 def _dicts(module: nn.Module) -> Iterator[tuple[str, dict[Any, Any]]]:
-    return ((name, value) for name, value in vars(module).items() if isinstance(value, dict) and not name.startswith("_"))
+    return (
+        (name, value) for name, value in vars(module).items() if isinstance(value, dict) and not name.startswith("_")
+    )

@@ -40,7 +40,10 @@ ROLES = {
     "q": named_like("q", "query", "queries"),
     "k": named_like("k", "key", "keys"),
     "v": named_like("v", "value", "values"),
-    "qkv": re.compile(r"^(qkv|query_key_value|c_attn|wqkv|in_proj|att_proj|queries_keys_values)(_proj|_linear)?$|^wqkv_proj$|^to_qkv$|^layernorm_qkv$", re.I),
+    "qkv": re.compile(
+        r"^(qkv|query_key_value|c_attn|wqkv|in_proj|att_proj|queries_keys_values)(_proj|_linear)?$|^wqkv_proj$|^to_qkv$|^layernorm_qkv$",
+        re.I,
+    ),
     "kv": re.compile(r"^(kv|c_kv|to_kv|key_value|keys_values|wkv)(_proj|_b_proj|_up_proj|_b|_linear)?$", re.I),
     "qk": re.compile(r"^(query_key|qk_proj|qk)$", re.I),
     "o": re.compile(

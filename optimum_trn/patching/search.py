@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,15 +18,19 @@ from optimum_trn.patching.proof import SEEN, Subject, Trial
 from optimum_trn.patching.recognise import Part, Recogniser
 from optimum_trn.patching.trace import traced
 
-SECONDS = 20.0
-"""How long to look for one part; what is not found by then is found rarely."""
+NO_EFFECT = "it has no effect on the output"
+"""Why a part is not proven that the inputs do not reach."""
 
 
 @dataclass
 class Search:
-    """Proves what it can of one model: `proven` parts with their regions, and why the others are not."""
+    """Proves what it can of one model: `proven` parts with their regions, and why the others are not.
+
+    `known` is a plan of another class of the same type, whose regions are likely to hold here, too.
+    """
 
     subject: Subject
+    known: ModelPlan | None = None
     proven: list[tuple[Part, Region]] = field(default_factory=list)
     unproven: dict[str, str] = field(default_factory=dict)
 
@@ -42,13 +46,22 @@ class Search:
                 self.unproven[str(part)] = "it lies outside of the base model"
         trace = traced(self.subject)
         for alike in parts.values():
-            region = self._prove(alike[0], candidates(alike, model, trace), prefix)
+            regions = itertools.chain(self._known(alike[0], prefix), candidates(alike, model, trace))
+            region = self._prove(alike[0], regions, prefix)
             if region is not None:
                 self.proven.append((alike[0], region))
         if not self.proven:
             raise UnsupportedModelError(self._nothing(parts))
         plan = self._whole(prefix)
         return plan
+
+    def _known(self, part: Part, prefix: str) -> Iterator[Region]:
+        """The regions of the known plan that cut this part."""
+        for stack in () if self.known is None else self.known.stacks:
+            for region in stack.roles:
+                if isinstance(region, Region) and stack.layers == part.stack[len(prefix) :]:
+                    if part.row in region.rows or (part.row is None and part.owner in region.sums):
+                        yield region
 
     def _nothing(self, parts: dict[Any, list[Part]]) -> str:
         name = self.subject.model.config.model_type
@@ -70,11 +83,7 @@ class Search:
 
     def _prove(self, part: Part, regions: Iterator[Region], prefix: str) -> Region | None:
         reasons: dict[str, None] = {}
-        end = time.monotonic() + SECONDS
         for region in regions:
-            if time.monotonic() > end:
-                reasons["there was no time for more"] = None
-                break
             try:
                 error = self._trial(part, region, prefix, gradients=False).output
                 if error > self.subject.tolerance:
@@ -82,14 +91,14 @@ class Search:
                     continue
                 control = self._trial(part, region, prefix, gradients=False, loses=True).output
                 if control * SEEN < self.subject.tolerance:
-                    reasons["it has no effect on the output"] = None
-                    continue
+                    reasons[NO_EFFECT] = None
+                    break
                 settled = self._settle(part, region, prefix)
                 if not isinstance(settled, str):
                     return settled
                 reasons[settled] = None
             except Exception as error:
-                reasons[f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"] = None
+                reasons[f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"] = None
         self.unproven[str(part)] = " | ".join(list(reasons)[:4]) or "no way to cut it fits its structure"
         return None
 
@@ -98,10 +107,14 @@ class Search:
 
     def _settle(self, part: Part, region: Region, prefix: str) -> Region | str:
         """The region with the syncs that make every gradient right, or what is wrong."""
-        modes = (None,) if region.sums or not region.owner else ("first", "all", None)
+        modes: list[Literal["first", "all"] | None] = [None]
+        if region.owner and not region.sums:
+            modes = ["first", "all", None]
+        if region.sees or region.enters:  # known from another class
+            modes = list(dict.fromkeys((region.enters, *modes)))
         reason = ""
         for mode in modes:
-            current = replace(region, enters=mode)
+            current = replace(region, enters=mode, sees=region.sees if mode == region.enters else ())
             for _ in range(4):
                 trial = self._trial(part, current, prefix)
                 wrong = trial.wrong(self.subject.tolerance)
@@ -156,7 +169,12 @@ class Search:
             uneven = trial.output <= self.subject.tolerance and not trial.wrong(self.subject.tolerance)
         except Exception:
             pass
-        return replace(plan, even_only=not uneven, unproven=dict(self.unproven))
+        stacks = plan.stacks
+        if not uneven:
+            stacks = tuple(
+                Stack(stack.layers, *(replace(role, even_only=True) for role in stack.roles)) for stack in stacks
+            )  # type: ignore[type-var]
+        return replace(plan, stacks=stacks, unproven=dict(self.unproven))
 
     def _embeddings(self, prefix: str) -> tuple[str, ...]:
         """The paths of the input embeddings within the base model, under all their names."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from optimum_trn.parallel.mesh import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from optimum_trn.parallel.sharding import Placement
 from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.styles import Action
+
+logger = logging.get_logger(__name__)
 
 STATE_ATTRIBUTE = "_optimum_trn_patch"
 
@@ -30,6 +35,8 @@ class PatchReport:
     local_parameters: int
     local_logits: bool
     unproven: Mapping[str, str] = field(default_factory=dict)
+    whole_towers: Mapping[str, str] = field(default_factory=dict)
+    """Models within the model of which nothing is sharded, by path: their model types."""
 
     def __str__(self) -> str:
         lines = [
@@ -38,12 +45,31 @@ class PatchReport:
         ]
         kinds = {_pattern(path): style for path, style in self.swapped.items()}
         lines += [f"  {path}: {style}" for path, style in kinds.items()]
-        if self.replicated:
-            lines.append(f"  replicated: {', '.join(dict.fromkeys(map(_pattern, self.replicated)))}")
+        towers = [f"{path} ({model_type})" for path, model_type in self.whole_towers.items()]
+        if towers:
+            lines.append(f"  whole on every rank: {', '.join(towers)}")
+        others = [path for path in self.replicated if not any(_within(path, tower) for tower in self.whole_towers)]
+        if others:
+            lines.append(f"  replicated: {', '.join(dict.fromkeys(map(_pattern, others)))}")
         lines += [f"  NOT SHARDED, since not proven: {path} ({reason})" for path, reason in self.unproven.items()]
         if self.local_logits:
             lines.append("  outputs.logits is None in training with labels: only the loss sees the sharded logits")
         return "\n".join(lines)
+
+
+def whole_towers(model: nn.Module, swapped: Iterable[str]) -> dict[str, str]:
+    """The outermost transformers models within a model in which no module is swapped: their model types, by path."""
+    towers: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if not path or not isinstance(module, PreTrainedModel) or any(_within(path, outer) for outer in towers):
+            continue
+        if any(True for _ in module.parameters()) and not any(_within(other, path) for other in swapped):
+            towers[path] = module.config.model_type
+    return towers
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
 
 
 def _pattern(path: str) -> str:

@@ -36,7 +36,8 @@ class Region:
     among `cut`, whose inputs are whole and whose outputs are to be summed.  `attributes` (by path) and `config_attributes` are numbers of heads or
     widths that the forward of the module `owner` reads from modules or its config; `inputs` are arguments of it with
     values for each head, by dimension; `local_widths` says that it takes the width of its heads from its input.
-    `num_heads` and `num_kv_heads` are names on that module or in the config.
+    `num_heads` and `num_kv_heads` are names on that module or in the config.  A region that is `even_only` is proven
+    only where the ranks divide its numbers of heads and columns.
     """
 
     columns: Mapping[str, Kind]
@@ -52,6 +53,7 @@ class Region:
     config_attributes: tuple[str, ...] = ()
     inputs: Mapping[str, int] = field(default_factory=dict)
     local_widths: bool = False
+    even_only: bool = False
     num_heads: str | None = None
     num_kv_heads: str | None = None
     width: str | None = None
@@ -71,6 +73,8 @@ class Region:
                 self._record(alike, layout)
 
     def _record(self, layers: Selection, layout: HeadLayout | None) -> None:
+        if self.even_only:
+            self._require_even(layers, layout)
         if self.enters is not None:
             block = layers[self.owner] if self.owner else layers
             if self.enters == "first":
@@ -122,7 +126,20 @@ class Region:
         if self.local_widths:
             self._record_widths(layers, block, layout)
 
-    def _cut_module(self, owner: str, cuts: tuple[tuple[str, int, tuple[Block, ...]], ...], module: nn.Module) -> CutModule:
+    def _require_even(self, layers: Selection, layout: HeadLayout | None) -> None:
+        sizes = {path: _in_features(layers[path]) for path in self.rows}
+        if layout is not None:
+            sizes |= {"heads": layout.num_heads, "key-value heads": layout.num_kv_heads}
+        for name, size in sizes.items():
+            if size % layers.schedule.num_ranks and size != 1:
+                raise PlanError(
+                    f"{layers.path}: {layers.schedule.num_ranks} ranks do not divide {name} {size}, and how to cut this "
+                    "part is proven only where they do. Choose a tensor_parallel_size that divides it."
+                )
+
+    def _cut_module(
+        self, owner: str, cuts: tuple[tuple[str, int, tuple[Block, ...]], ...], module: nn.Module
+    ) -> CutModule:
         if owner not in self.sums:
             return CutModule(cuts)
         names = {name for name, _, _ in cuts}
