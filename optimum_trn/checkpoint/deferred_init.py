@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 
 
+# What transformers' initialisers call, by name; it exchanges them itself where it wants none.
+INITIALISERS: dict[str, Callable[..., Any]] = TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Write:
-    """One in-place operator that an initialiser ran, on a view of the given geometry of a weight's storage."""
+    """One in-place operator or initialiser that ran on a view of the given geometry of a weight's storage."""
 
     operator: Callable[..., Any]
     size: torch.Size
@@ -47,6 +53,8 @@ class DeferredInit(TorchDispatchMode):
     A random operator also runs at once, on a scratch tensor of the same shape, so that the CPU generator passes through
     exactly the states it would pass through if the tensors were real: the values are bit-equal to the stock ones,
     whatever order they are drawn in later and whatever else is never drawn.  No more than one whole weight exists.
+    Those initialisers of torch that transformers calls are recorded as one: some look at what they have drawn, and
+    `trunc_normal_` does nothing to meta tensors.
 
     Raises `UnsupportedModelError` when an initialiser reads the values of a tensor that does not exist yet.
     """
@@ -54,6 +62,25 @@ class DeferredInit(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._histories: dict[int, History] = {}
+        self._stock_initialisers: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> DeferredInit:
+        self._stock_initialisers.update(INITIALISERS)
+        for name, function in self._stock_initialisers.items():
+            INITIALISERS[name] = partial(self._initialise, function)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        INITIALISERS.update(self._stock_initialisers)
+
+    def _initialise(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.is_meta:
+            self._record(function, tensor, args, kwargs, whole=True)
+            return tensor
+        result: Tensor = function(tensor, *args, **kwargs)
+        return result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,19 +96,19 @@ class DeferredInit(TorchDispatchMode):
                 f"holding both whole. Initialise the model in one process, save it, and load it with from_pretrained."
             )
         if isinstance(target, Tensor) and target.is_meta and torch.Tag.inplace_view not in func.tags:
-            self._record(func, target, args[1:], kwargs)
+            self._record(func, target, args[1:], kwargs, whole=func in OVERWRITES)
         return result
 
-    def _record(self, func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, func: Any, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> None:
+        """Records one call, which overwrites all of `target` if `whole`."""
         state = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", (torch.Tag.nondeterministic_seeded,)):
             if kwargs.get("generator") is not None:
                 raise UnsupportedModelError("An initialiser of this model draws from a generator of its own.")
             state = torch.get_rng_state()
             func(torch.empty_strided(target.size(), target.stride(), dtype=target.dtype), *args, **kwargs)
         history = self._histories.setdefault(id_of(target), History(target.untyped_storage()))
-        whole = target.numel() * target.element_size() == history.storage.nbytes()
-        if whole and func in OVERWRITES:
+        if whole and target.numel() * target.element_size() == history.storage.nbytes():
             history.writes.clear()
             history.complete = True
         args = tuple(value.clone() if isinstance(value, Tensor) else value for value in args)
@@ -97,7 +124,7 @@ class DeferredInit(TorchDispatchMode):
         if not tensor.is_meta:
             return tensor
         history = self._histories.get(id_of(tensor))
-        if history is None or not history.complete:  # torch's trunc_normal_ is one that leaves meta tensors alone
+        if history is None or not history.complete:
             raise UnsupportedModelError(
                 f"A weight of shape {tuple(tensor.shape)} must be initialised, but the model's class does not do it in "
                 f"a way that can be cut. Initialise it in one process, save it, and load it with from_pretrained."

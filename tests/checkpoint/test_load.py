@@ -5,12 +5,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from optimum_trn.modeling import NeuronModelForCausalLM
+from optimum_trn.modeling import NeuronModel, NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import state_of
 from tests.checkpoint.stock_files import differences, saved, whole_tensors
 from tests.devices import DEVICES
 from tests.distributed import run_ranks
+from tests.models.families import tiny_config
 from tests.models.tiny import SIZES
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2)]  # world size, tensor-parallel size
@@ -147,6 +148,28 @@ def test_ranks_with_other_seeds_still_draw_the_same_weights_and_keep_their_own_s
     assert differences(first, whole_tensors(model)) == differences(second, whole_tensors(model)) == []
     assert first_draw == draw
     assert second_draw == undisturbed
+
+
+def without_matrices(rank, world_size, directory, config):
+    """A ViT from its config, and from a checkpoint that lacks most matrices."""
+    torch.manual_seed(SEED)
+    built = whole_tensors(NeuronModel.from_config(config, ParallelConfig(world_size)))
+    torch.manual_seed(SEED)
+    return built, whole_tensors(NeuronModel.from_pretrained(directory, ParallelConfig(world_size)))
+
+
+def test_what_a_truncated_normal_draws_is_drawn_as_in_one_process(tmp_path):
+    config = tiny_config("vit", "base")
+    model = AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if tensors[name].dim() > 1])
+    torch.manual_seed(SEED)
+    expected = [whole_tensors(AutoModel.from_config(config))]
+    torch.manual_seed(SEED)
+    expected.append(whole_tensors(AutoModel.from_pretrained(tmp_path)))
+    for results in run_ranks(without_matrices, 2, str(tmp_path), config, device="cpu"):
+        for actual, theirs in zip(results, expected, strict=True):
+            assert differences(actual, theirs) == []
 
 
 BUILDS = [("llama", True, torch.float32), ("qwen3", False, torch.float32), ("qwen2", True, torch.bfloat16)]
