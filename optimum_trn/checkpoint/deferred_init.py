@@ -14,7 +14,6 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 
-
 # What transformers' initialisers call, by name; it exchanges them itself where it wants none.
 INITIALISERS: dict[str, Callable[..., Any]] = TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
 
