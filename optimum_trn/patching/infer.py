@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -40,13 +41,16 @@ _by_type: dict[str, ModelPlan] = {}
 
 
 def infer_plan(
-    model_or_config: PreTrainedModel | PreTrainedConfig, model_class: type[PreTrainedModel] | None = None
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    model_class: type[PreTrainedModel] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> ModelPlan:
     """A proven plan for a model, or for the class that a config is for (its language model, unless `model_class`).
 
     Works on a tiny copy with random weights, on the CPU and over simulated ranks, so that it needs neither the weights
     nor other processes, and gives the same plan in all of them.  The plan is kept, in this process and on disk; it says
-    which parts are `unproven`.  `print(declaration(plan))` shows it as a declaration to commit under models/.
+    which parts are `unproven`.  For a class whose forward takes more than tokens, an image or sound, give `inputs`,
+    with which the model itself is run, which has to be tiny then and gets random weights.  `print(declaration(plan))` shows it as a declaration to commit under models/.
 
     Raises `UnsupportedModelError`, with what did not match, for a model of which nothing can be proven.
     """
@@ -58,29 +62,40 @@ def infer_plan(
         if path.exists():
             _proven[key] = from_json(path.read_text())
         else:
-            _proven[key] = _search(stock, config)
+            model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
+            _proven[key] = _search(stock, config, model if inputs is not None else None, inputs)
             _write(path, to_json(_proven[key]))
     _by_type[config.model_type] = _proven[key]
     return _proven[key]
 
 
-def _search(stock: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPlan:
+def _search(
+    stock: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    model: PreTrainedModel | None,
+    inputs: Mapping[str, Any] | None,
+) -> ModelPlan:
     """The search, undisturbed by the modes of torch that are on where a model is patched, such as the meta device."""
     dtype, generator = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(torch.float32)
     try:
         with ThreadPoolExecutor(max_workers=1) as thread:  # modes belong to their thread
-            return thread.submit(_search_alone, stock, config).result()
+            return thread.submit(_search_alone, stock, config, model, inputs).result()
     finally:
         torch.set_default_dtype(dtype)
         torch.set_rng_state(generator)
 
 
-def _search_alone(stock: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPlan:
+def _search_alone(
+    stock: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    model: PreTrainedModel | None,
+    inputs: Mapping[str, Any] | None,
+) -> ModelPlan:
     try:
         torch.manual_seed(0)
-        model = stock(shrunk(config))
-        subject = Subject(model, inputs_for(model))
+        model = model or stock(shrunk(config))
+        subject = Subject(model, inputs or inputs_for(model))
     except Exception as error:
         raise UnsupportedModelError(
             f"No plan for model type {config.model_type!r}, and a tiny copy of {stock.__name__} to infer one with could "
