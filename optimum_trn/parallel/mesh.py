@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from accelerate.state import PartialState
@@ -36,9 +36,13 @@ class ParallelConfig:
 
     With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding
     a run of the sequence.  The layers are cut over the pipeline-parallel ranks, which work on the micro-batches of one
-    step in the order of `pipeline_schedule`.  The context-parallel ranks hold other tokens of the same
-    sequences.  With `zero_1` the optimizer is cut over the ranks that hold the same weights.  Raises `MeshError` when a
-    degree is not a positive integer.
+    step in the order of `pipeline_schedule`.  The context-parallel ranks hold other tokens of the
+    same sequences.  With `zero_1` the optimizer is cut over the ranks that hold the same weights; with
+    `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks ("auto": see
+    mics.py).  Raises `MeshError` when a degree is not a positive integer.
+
+    `activation_checkpointing` says what training recomputes in the backward pass instead of keeping it: the layers
+    ("full"), the first of them (their ratio, a number of at most 1), or the core of attention ("selective").
     """
 
     tensor_parallel_size: int = 1
@@ -47,8 +51,11 @@ class ParallelConfig:
     pipeline_schedule: ScheduleName = "1f1b"
     context_parallel_size: int = 1
     zero_1: bool = True
+    mics_partition_size: int | Literal["auto"] | None = None
+    activation_checkpointing: str | float | None = None
 
     def __post_init__(self) -> None:
+        _check_recomputation(self.activation_checkpointing)
         for name, size in self.model_degrees.items():
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"{name} must be a positive integer, not {size!r}.")
@@ -57,15 +64,32 @@ class ParallelConfig:
                 "sequence_parallel=True shares the activations among the tensor-parallel ranks, of which there is one. "
                 "Set tensor_parallel_size above 1, or leave sequence_parallel off."
             )
+        if self.context_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise MeshError(
+                f"context_parallel_size={self.context_parallel_size} and pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} can't be combined yet: set one of them to 1, and use "
+                "tensor_parallel_size or data parallel for the other ranks."
+            )
+        if self.mics_partition_size is not None:
+            self._check_partition_size(self.mics_partition_size)
         if self.pipeline_schedule not in STAGES_PER_RANK:
             raise MeshError(
                 f"pipeline_schedule must be one of {', '.join(STAGES_PER_RANK)}, not {self.pipeline_schedule!r}."
             )
 
+    def _check_partition_size(self, size: object) -> None:
+        if size != "auto" and (not isinstance(size, int) or size < 1):
+            raise MeshError(f'mics_partition_size must be a positive integer or "auto", not {size!r}.')
+        for name in ("pipeline_parallel_size", "context_parallel_size"):
+            if getattr(self, name, 1) > 1:
+                raise MeshError(
+                    f"mics_partition_size={size!r} can't be combined with {name}={getattr(self, name)} yet."
+                )
+
     @property
     def of_model(self) -> ParallelConfig:
         """Without the fields that say nothing of the model itself: only these must agree with a loaded model's."""
-        return replace(self, zero_1=True)
+        return replace(self, zero_1=True, mics_partition_size=None)
 
     @property
     def model_degrees(self) -> dict[str, int]:
@@ -103,10 +127,21 @@ class ParallelConfig:
         return world_size // ranks
 
     def axis_sizes(self, world_size: int) -> dict[str, int]:
-        """The number of ranks along each of `AXES`; their product is `world_size`, or `MeshError`."""
+        """The number of ranks along each of `AXES`; their product is `world_size`, or `MeshError`.
+
+        An "auto" partition size counts as 1, until somebody who knows the model has replaced it.
+        """
+        copies, shards = self.data_parallel_size(world_size), self.mics_partition_size
+        shards = shards if isinstance(shards, int) else 1
+        if copies % shards:
+            raise MeshError(
+                f"mics_partition_size {shards} does not divide the {copies} data-parallel ranks. Choose one of "
+                f"{[size for size in range(1, copies + 1) if copies % size == 0]}."
+            )
         sizes = {
             PIPELINE_AXIS: self.pipeline_parallel_size,
-            "dp_replicate": self.data_parallel_size(world_size),
+            "dp_replicate": copies // shards,
+            "dp_shard": shards,
             CONTEXT_AXIS: self.context_parallel_size,
             TENSOR_AXIS: self.tensor_parallel_size,
         }
@@ -135,6 +170,20 @@ class ParallelConfig:
         for view, axes in VIEWS.items():
             mesh[axes]._flatten(view)
         return mesh
+
+
+def _check_recomputation(what: str | float | None) -> None:
+    if what in (None, "full", "selective"):
+        return
+    try:
+        ratio = float(what)  # type: ignore[arg-type]
+    except ValueError:
+        ratio = 0.0
+    if not 0 < ratio <= 1:
+        raise MeshError(
+            "activation_checkpointing is 'full', 'selective', or the ratio of layers to recompute, above 0 and at most "
+            f"1; not {what!r}."
+        )
 
 
 def world_size() -> int:

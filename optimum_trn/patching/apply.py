@@ -10,7 +10,6 @@ from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
 from optimum_trn.patching.adapters import adapters_aside
 from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
-from optimum_trn.patching.plan import ModelPlan
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.stage_plan import record_stages, validate_stages
 from optimum_trn.patching.state import PatchReport, state_of, with_unproven
@@ -46,15 +45,15 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     validate_stages(plan, model.config, stages)
     try:
         with adapters_aside(model):
-            schedule = Schedule(model, mesh, parallel_config.pipeline_schedule)
+            schedule = Schedule(model, mesh, parallel_config)
             if size > 1:
                 plan.record(schedule)
             if stages > 1:
                 record_stages(plan, schedule, stages)
             if parallel_config.sequence_parallel:
                 plan.record_sequence(schedule)
-            report = schedule.apply()
-            return with_unproven(model, plan.unproven) if isinstance(plan, ModelPlan) else report
+            schedule.apply()
+            return with_unproven(model, plan.unproven)
     except PlanError:
         if state_of(model) is not None:  # an adapter was refused
             with adapters_aside(model):

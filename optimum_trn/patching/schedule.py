@@ -8,7 +8,7 @@ partial outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NoReturn
 
@@ -22,7 +22,6 @@ from transformers.pytorch_utils import Conv1D
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.cuts import Block
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
-from optimum_trn.parallel.schedules import ScheduleName
 from optimum_trn.patching.autotune import Chosen, Space, Tuning, autotune
 from optimum_trn.patching.dropout import ForkRngInBlocks
 from optimum_trn.patching.engine import install, uninstall
@@ -103,12 +102,14 @@ class Schedule:
     `schedule["model.layers.*.mlp.up_proj"].shard("weight", 0)` records a step; `*` stands for anything within one
     component of a path.  A step that cannot be right raises `PlanError` where it is recorded (no such path or
     parameter, a parameter sharded twice); what takes all steps together to judge, such as a missing sync, in `check`.
+
+    `config` says what the steps do not: the degrees are those of `mesh`.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, pipeline_schedule: ScheduleName = "1f1b") -> None:
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig | None = None) -> None:
         self.model = model
         self.mesh = mesh
-        self.pipeline_schedule: ScheduleName = pipeline_schedule
+        self.config = config or ParallelConfig()
         self.num_ranks = mesh[TENSOR_AXIS].size()
         self.journal: list[Step] = []
         names = (name for name, _ in model.named_modules(remove_duplicate=False))
@@ -225,11 +226,11 @@ class Schedule:
     @property
     def _parallel_config(self) -> ParallelConfig:
         shares = any(isinstance(primitive, SequenceParallel) for primitive, _ in self._primitives)
-        return ParallelConfig(
-            self.num_ranks,
+        return replace(
+            self.config,
+            tensor_parallel_size=self.num_ranks,
             sequence_parallel=shares,
             pipeline_parallel_size=pipeline_size(self.mesh),
-            pipeline_schedule=self.pipeline_schedule,
         )
 
     def verify(self, batch: Mapping[str, Tensor], seed: int = 0) -> Verification:

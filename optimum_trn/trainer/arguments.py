@@ -49,6 +49,13 @@ class NeuronTrainingArguments(TrainingArguments):
         default="1f1b",
         metadata={"help": "In which order the stages work: gpipe, 1f1b, interleaved_1f1b or zero_bubble."},
     )
+    context_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Over how many NeuronCores the tokens of each sequence are shared, for sequences too long for one. "
+            "Attention sees all of them: keys and values go round these cores in a ring."
+        },
+    )
     zero_1: bool = field(
         default=True,
         metadata={
@@ -56,9 +63,31 @@ class NeuronTrainingArguments(TrainingArguments):
             "over the data-parallel cores (ZeRO-1)."
         },
     )
+    mics_partition_size: str | None = field(
+        default=None,
+        metadata={
+            "help": "Shards weights, gradients and optimizer states over groups of that many data-parallel cores "
+            "(MiCS), each of which holds a whole copy; auto: over the smallest groups that have room for them."
+        },
+    )
+    activation_checkpointing: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is recomputed in the backward pass instead of being kept: full (the layers, which is what "
+            "gradient_checkpointing does), a number such as 0.5 (that ratio of the layers, the first ones), or "
+            "selective (the core of attention)."
+        },
+    )
 
     def __post_init__(self) -> None:
+        if str(self.mics_partition_size).isdecimal():  # the command line gives text
+            self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
         check_world_size(self.parallel_config)
+        if self.gradient_checkpointing and self.activation_checkpointing is not None:
+            raise ValueError(
+                f"gradient_checkpointing=True and activation_checkpointing={self.activation_checkpointing!r} both "
+                "choose what is recomputed: leave one of them unset."
+            )
         if self.auto_find_batch_size and world_size() > 1:
             raise ValueError(
                 "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries "
