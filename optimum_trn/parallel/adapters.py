@@ -6,19 +6,58 @@ gradients are summed over the ranks inside the backward pass, so that the copies
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from optimum_trn.errors import PlanError
 from optimum_trn.parallel.collectives import copy_to_group
 from optimum_trn.parallel.conv1d import RowParallelConv1D
 from optimum_trn.parallel.embedding import ParallelLMHead
 from optimum_trn.parallel.linear import RowParallelLinear
+from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.random import common_random, rank_random
 from optimum_trn.parallel.sequence import SequenceGroup
 from optimum_trn.parallel.sharding import Placement
+
+
+class _OwnPart(torch.autograd.Function):
+    """The part of a whole parameter that one rank computes with; the gradient is that of all parts, on all ranks.
+
+    Not made of views: a rank that has nothing but padding must take part in the sum of the gradient as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, placement: Placement, group: RankGroup) -> Tensor:
+        ctx.placement, ctx.group = placement, group
+        return placement.shard(parameter, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        placement, group = ctx.placement, ctx.group
+        whole, offset = grads[0].new_zeros(placement.global_shape), 0
+        for start, length in placement.pieces(group.rank):
+            if start is not None:
+                whole.narrow(placement.dim, start, length).add_(grads[0].narrow(placement.dim, offset, length))
+            offset += length
+        dist.all_reduce(whole, group=group.process_group)
+        return whole, None, None
+
+
+class RefusedMixedBatch:
+    """Stands for PEFT's forward with an adapter for each row, which visits them in another order on every rank."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PlanError(
+            f"{self.path}: adapter_names is not supported on a layer that is sharded. Choose one adapter for the batch "
+            "with set_adapter."
+        )
 
 
 class FactorForward:
@@ -39,7 +78,8 @@ class FactorForward:
     def own_part(self, parameter: Tensor, dim: int) -> Tensor:
         """This rank's part of the parameter along `dim`, with zeros where its shard of the base layer is padding."""
         placement = Placement(tuple(parameter.shape), self.placement.num_ranks, dim, self.placement.ranges)
-        return placement.shard(self.summed(parameter), self.base.group.rank)
+        part: Tensor = _OwnPart.apply(parameter, placement, self.base.group)
+        return part
 
 
 class ColumnFactorA(FactorForward):

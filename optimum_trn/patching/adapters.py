@@ -22,6 +22,7 @@ from optimum_trn.parallel.adapters import (
     ColumnFactorA,
     ColumnFactorB,
     LocalDelta,
+    RefusedMixedBatch,
     RowFactorA,
     RowFactorB,
 )
@@ -76,22 +77,17 @@ def adopt_adapters(model: nn.Module) -> None:
     there is nothing new.  `PlanError` for adapters that do not compute with shards, by name.
     """
     state = state_of(model)
-    configs = getattr(model, "peft_config", None)
-    if not configs or state is None or not state.actions:
+    if not getattr(model, "peft_config", None) or state is None or not state.actions:
         return
-    for name, config in configs.items():
-        for option in ("ensure_weight_tying", "trainable_token_indices"):
-            if getattr(config, option, None):
-                raise PlanError(f"{option} of the adapter {name!r} is not supported on a model that is sharded.")
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    _refuse_options(model)
+    fresh = _fresh_layers(model, state)
     for path, wrapper in _wrappers(model):
-        path = WITHIN_WRAPPERS.sub("", path)
-        if isinstance(wrapper, BaseTunerLayer):
-            _adopt_layer(path, wrapper, state)
-            _make_equal(wrapper, state)
+        if path in fresh:
+            _adopt_layer(path, wrapper, fresh[path], state)
+        if hasattr(wrapper, "original_module"):
+            _adopt_copies(WITHIN_WRAPPERS.sub("", path), wrapper, state)
         else:
-            _adopt_copies(path, wrapper, state)
+            _make_equal(wrapper, state)
 
 
 def watch_for_adapters(model: nn.Module) -> None:
@@ -134,9 +130,11 @@ def adapters_aside(model: nn.Module) -> Iterator[None]:
     """
     taken: list[tuple[nn.Module, str, Any]] = []
     if getattr(model, "peft_config", None):
+        _refuse_options(model)
+        paths = [path for path, _ in _wrappers(model)]
         for path, wrapper in list(_wrappers(model)):
             owner, _, name = path.rpartition(".")
-            if any(path.startswith(f"{outer}.") for outer, _ in _wrappers(model) if outer != path):
+            if any(path.startswith(f"{outer}.") for outer in paths):
                 raise PlanError(f"{path}: an adapter within a module that modules_to_save copies can't be sharded.")
             taken.append((model.get_submodule(owner), name, wrapper))
     for parent, name, wrapper in taken:
@@ -146,7 +144,9 @@ def adapters_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, name, wrapper in taken:
             setattr(parent, name, wrapper)
-    if taken and state_of(model) is not None:
+    state = state_of(model)
+    if taken and state is not None:
+        _fresh_layers(model, state)  # refuses what is to be refused before more is changed
         _shard_copies(model)
         adopt_adapters(model)
 
@@ -160,28 +160,53 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def _adopt_layer(path: str, layer: Any, state: PatchState) -> None:
-    """The adapters of one layer compute with its shard, unless they do so already."""
-    from peft.tuners import lora
+def _refuse_options(model: nn.Module) -> None:
+    for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]
+        for option in ("ensure_weight_tying", "trainable_token_indices"):
+            if getattr(config, option, None):
+                raise PlanError(f"{option} of the adapter {name!r} is not supported on a model that is sharded.")
 
+
+def _fresh_layers(model: nn.Module, state: PatchState) -> dict[str, dict[str, Placement]]:
+    """The adapted layers, by path, that do not compute with shards yet but should, and where these lie.
+
+    A layer without shards is among them if it sees only a part of the activations.  `PlanError` as `adopt_adapters`.
+    """
+    from peft.tuners import lora
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    fresh: dict[str, dict[str, Placement]] = {}
+    layers: list[tuple[str, Any]] = [
+        (path, found) for path, found in _wrappers(model) if isinstance(found, BaseTunerLayer)
+    ]
+    for path, layer in layers:
+        base = layer.get_base_layer()
+        stock_path = WITHIN_WRAPPERS.sub("", path)
+        placements = {name: state.placements.get(f"{stock_path}.{name}") for name, _ in base.named_parameters()}
+        sharded = {name: place for name, place in placements.items() if place is not None and place.dim is not None}
+        if not sharded and not isinstance(base.__dict__.get("forward"), SummedGradientForward):
+            continue  # all ranks compute the same
+        if type(layer) not in (lora.Linear, lora.Embedding):
+            raise PlanError(f"{path}: {type(layer).__name__} is not supported on a layer that is sharded; LoRA is.")
+        for name, variant in layer.lora_variant.items():
+            raise PlanError(
+                f"{path}: the adapter {name!r} is a {type(variant).__name__}, which is not supported on a layer that "
+                "is sharded. Set use_dora=False, and no other variant of LoRA, in its LoraConfig."
+            )
+        if sharded and not isinstance(base, (*COLUMNS, *ROWS, VocabParallelEmbedding)):
+            raise PlanError(f"{path}: LoRA is not supported on a {type(base).__name__} that is sharded by its heads.")
+        if "get_delta_weight" not in layer.__dict__ or any("forward" not in a.__dict__ for a in layer.lora_A.values()):
+            _check_sizes(path, layer)
+            fresh[path] = sharded
+    return fresh
+
+
+def _adopt_layer(path: str, layer: Any, sharded: dict[str, Placement], state: PatchState) -> None:
+    """The adapters of one layer compute with this rank's shard, or sum the gradients that they see parts of."""
     base = layer.get_base_layer()
-    placements = {name: state.placements.get(f"{path}.{name}") for name, _ in base.named_parameters()}
-    sharded = {name: placement for name, placement in placements.items() if placement and placement.dim is not None}
-    if not sharded and not isinstance(base.__dict__.get("forward"), SummedGradientForward):
-        return  # all ranks compute the same
-    if type(layer) not in (lora.Linear, lora.Embedding):
-        raise PlanError(f"{path}: {type(layer).__name__} is not supported on a layer that is sharded; LoRA is.")
-    for name, variant in layer.lora_variant.items():
-        raise PlanError(
-            f"{path}: the adapter {name!r} is a {type(variant).__name__}, which is not supported on a layer that is "
-            "sharded. Set use_dora=False, and no other variant of LoRA, in its LoraConfig."
-        )
-    known = (*COLUMNS, *ROWS, VocabParallelEmbedding)
-    if sharded and not isinstance(base, known):
-        raise PlanError(f"{path}: LoRA is not supported on a {type(base).__name__} that is sharded by its heads.")
-    _check_sizes(path, layer)
     if sharded and "get_delta_weight" not in layer.__dict__:
         layer.get_delta_weight = LocalDelta(layer, sharded["weight"])
+        layer._mixed_batch_forward = RefusedMixedBatch(path)
         if isinstance(base, (VocabParallelEmbedding, ParallelLMHead)):  # PEFT saves them beside their adapters
             _whole_in_state_dicts(layer, {f"base_layer.{name}": placement for name, placement in sharded.items()})
     for name in layer.lora_A:

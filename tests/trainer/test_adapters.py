@@ -1,0 +1,107 @@
+"""NeuronTrainer on a PeftModel: what a user sees is what the stock Trainer shows, and its files are the stock ones."""
+
+import re
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments
+
+from optimum_trn.errors import PlanError
+from optimum_trn.parallel import ParallelConfig
+from optimum_trn.patching import patch_model
+from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
+from tests.devices import local_device
+from tests.distributed import run_ranks
+from tests.trainer import scenario
+from tests.trainer.test_parity import assert_same
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+
+
+def adapted(model, seed=3, **options):
+    torch.manual_seed(seed)
+    options = {"r": 4, "target_modules": TARGETS, "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM", **options}
+    return get_peft_model(model, LoraConfig(**options))
+
+
+def sharded(rank, world_size, directory, patched_first):
+    if patched_first:
+        stock = scenario.llama()
+        patch_model(stock, ParallelConfig(2))
+        model = adapted(stock.to(local_device()))
+    else:
+        model = adapted(scenario.llama(), seed=rank + 3)  # nobody promised equal generators: rank 0's values count
+    result = scenario.run(NeuronTrainer, NeuronTrainingArguments, directory, model=model, tensor_parallel_size=2)
+    return result, model.get_nb_trainable_parameters()
+
+
+@pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "adapted first"])
+def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, patched_first):
+    theirs = adapted(scenario.llama())
+    stock = scenario.run(Trainer, TrainingArguments, str(tmp_path / "stock"), model=theirs, use_cpu=True)
+    for result, counts in run_ranks(sharded, 2, str(tmp_path / "ours"), patched_first, device="neuron", timeout=180):
+        assert_same(result, stock)
+        assert counts == theirs.get_nb_trainable_parameters()
+    ours, expected = (
+        PeftModel.from_pretrained(scenario.llama(), tmp_path / name / "result") for name in ("ours", "stock")
+    )
+    inputs = {name: torch.stack([row[name] for row in scenario.rows(4)]) for name in ("input_ids", "labels")}
+    torch.testing.assert_close(ours(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-4)
+    assert {p.name for p in (tmp_path / "ours" / "result").iterdir()} == {
+        p.name for p in (tmp_path / "stock" / "result").iterdir()
+    }
+
+
+def resumed(rank, world_size, directory):
+    def trainer():
+        arguments = NeuronTrainingArguments(
+            output_dir=directory,
+            tensor_parallel_size=2,
+            max_steps=4,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            disable_tqdm=True,
+            report_to=[],
+        )
+        model = adapted(scenario.llama(attention_dropout=0.2), lora_dropout=0.3)
+        return NeuronTrainer(model=model, args=arguments, train_dataset=scenario.rows(13))
+
+    whole, continued = trainer(), trainer()
+    whole.train()
+    continued.train(resume_from_checkpoint=str(Path(directory, "checkpoint-2")))
+    pairs = zip(whole.model.parameters(), continued.model.parameters(), strict=True)
+    losses = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (whole, continued)]
+    return losses, all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_resumed_run_with_adapters_is_the_same_to_the_bit(tmp_path):
+    for (whole, continued), same in run_ranks(resumed, 2, str(tmp_path), device="neuron"):
+        assert len(whole) == 4 and whole == continued and same
+    adapter = tmp_path / "checkpoint-4" / "adapter_model.safetensors"
+    assert adapter.exists() and not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+
+
+def refused(rank, world_size, directory, config):
+    arguments = NeuronTrainingArguments(output_dir=directory, tensor_parallel_size=2)
+    with pytest.raises(PlanError) as error:
+        NeuronTrainer(model=get_peft_model(scenario.llama(), config), args=arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (LoraConfig(use_dora=True, target_modules=TARGETS), "DoraLinearVariant.* use_dora=False"),
+        (peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]), "q_proj: Linear.* LoRA is"),
+        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "Prompt learning .* Use LoRA"),
+        (LoraConfig(target_modules=TARGETS, trainable_token_indices=[3]), "trainable_token_indices .* 'default'"),
+    ],
+)
+def test_what_does_not_compute_with_shards_is_refused_by_name(tmp_path, config, said):
+    for error in run_ranks(refused, 2, str(tmp_path), config, device="cpu"):
+        assert re.search(said, error), error
