@@ -9,10 +9,11 @@ from pathlib import Path
 from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2"]
+PEFT = ["peft>=0.21,<0.22"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
-EXAMPLES = ["gguf>=0.10", "sentencepiece>=0.2"]
+EXAMPLES = ["gguf>=0.10", "sentencepiece>=0.2", *PEFT]
 RAY = ["ray[train]>=2.40"]
 DEV = ["ruff>=0.6", "mypy>=1.11", "pre-commit>=3"]
 
@@ -82,6 +83,7 @@ setup(
         "setuptools",
     ],
     extras_require={
+        "peft": PEFT,
         "test": [*TEST, *CONFORMANCE],
         "conformance": CONFORMANCE,
         "examples": EXAMPLES,
