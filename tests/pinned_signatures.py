@@ -1,4 +1,4 @@
-"""What optimum_trn relies on in torch, transformers and accelerate beyond their public API, with its signatures.
+"""What optimum_trn relies on in torch, transformers, accelerate and peft beyond their public API, with its signatures.
 
     .venv/bin/python -m tests.pinned_signatures     # writes pinned_signatures.json anew: look at what moved
 
@@ -22,7 +22,7 @@ import optimum_trn
 
 PINNED = Path(__file__).with_suffix(".json")
 PACKAGE = Path(optimum_trn.__file__).parent
-LIBRARIES = ("torch", "transformers", "accelerate", "huggingface_hub")
+LIBRARIES = ("torch", "transformers", "accelerate", "huggingface_hub", "peft")
 
 OWNERS = (
     "transformers.Trainer",
@@ -40,6 +40,7 @@ OWNERS = (
     "torch._ops.OpOverload",
     "torch.utils.data.RandomSampler",
     "torch.distributed.device_mesh.DeviceMesh",
+    "peft.tuners.lora.Linear",
 )
 """Classes and modules whose private attributes we use; their instance attributes count if their source assigns them."""
 
@@ -60,6 +61,7 @@ WRITTEN_BY_US = {
     "_weight_conversions": "transformers.core_model_loading",
     "_is_accelerate_prepared": "accelerate.accelerator",
     "_boxed_call": "torch._functorch._aot_autograd.utils",
+    "ds_shape": "peft.tuners.tuners_utils",
 }
 """Attributes that we set for a library to read, and the module whose source reads them."""
 
