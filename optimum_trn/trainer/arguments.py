@@ -70,12 +70,12 @@ class NeuronTrainingArguments(TrainingArguments):
             "(MiCS), each of which holds a whole copy; auto: over the smallest groups that have room for them."
         },
     )
-    activation_checkpointing: str | None = field(
+    activation_checkpointing: str | bool | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "help": "What is recomputed in the backward pass instead of being kept: full (the layers, which is what "
             "gradient_checkpointing does), a number such as 0.5 (that ratio of the layers, the first ones), or "
-            "selective (the core of attention)."
+            "selective (the core of attention). True and False mean what they mean in transformers."
         },
     )
 
@@ -102,6 +102,10 @@ class NeuronTrainingArguments(TrainingArguments):
                     )
         # accelerate takes part in a process group on the CPU only when it is told to.
         self.use_cpu = self.use_cpu or device_type() == "cpu"
+        # transformers' own field of this name is a bool, by which the Trainer would recompute once more.
+        self.recomputation = None if isinstance(self.activation_checkpointing, bool) else self.activation_checkpointing
+        if self.recomputation is not None:
+            self.activation_checkpointing = None
         super().__post_init__()
         if self.world_size != world_size():
             raise MeshError(
@@ -114,8 +118,10 @@ class NeuronTrainingArguments(TrainingArguments):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
-        names = [field.name for field in fields(ParallelConfig)]
-        return ParallelConfig(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+        values = {field.name: getattr(self, field.name) for field in fields(ParallelConfig) if hasattr(self, field.name)}
+        recomputation = getattr(self, "recomputation", values["activation_checkpointing"])
+        values["activation_checkpointing"] = None if isinstance(recomputation, bool) else recomputation
+        return ParallelConfig(**values)
 
 
 def check_world_size(config: ParallelConfig) -> None:

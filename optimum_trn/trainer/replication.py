@@ -23,7 +23,10 @@ from ..patching.adapters import placements_of
 
 
 class Replication:
-    """The gradients and optimizer states of models that are replicated over the "dp" (and "cp") axes of a mesh.
+    """The gradients and optimizer states of models that are replicated over the "dp" and "cp" axes of a mesh.
+
+    Gradients are averaged over both: a loss over tokens of several context-parallel ranks is scaled for that where
+    they are summed (see parallel/context.py).
 
     With `zero_1` every optimizer is cut over these ranks; else every rank has the whole, and the reduced gradients.
     """
@@ -69,7 +72,7 @@ class Replication:
                 sharded |= optimizer.parameters.keys()
         rest = {name: parameter for name, parameter in parameters.items() if name not in sharded}
         if rest and self.num_ranks > 1:
-            self.reducers.append(AllReduced(rest, self.group, self.mesh["dp"].size(), capacity))
+            self.reducers.append(AllReduced(rest, self.group, self.num_ranks, capacity))
 
     def _name(self, models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         """All parameters of `models` by name, with the number of the model before it if there are several."""
@@ -128,7 +131,7 @@ class Replication:
             )
         wanted = {id(parameter) for parameter in held} | {id(p) for p in parameters.values() if p.requires_grad}
         shared = {name: parameter for name, parameter in parameters.items() if id(parameter) in wanted}
-        return Zero1Optimizer(optimizer, shared, self.group, self.mesh["dp"].size(), capacity)
+        return Zero1Optimizer(optimizer, shared, self.group, self.num_ranks, capacity)
 
     # ---- Around a backward pass -------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ class NeuronTrainer(Trainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds only a part of the model."""
-        return self.mesh is not None and (self.mesh["tp"].size() > 1 or self.mesh["pp"].size() > 1)
+        """Whether several ranks share one copy of the model, so that all of them take part in saving and loading it."""
+        return self.mesh is not None and any(self.mesh[axis].size() > 1 for axis in ("pp", "cp", "tp"))
 
     def _shard(self, model: Any) -> None:
         self._shard_layers(model)
@@ -140,7 +140,7 @@ class NeuronTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's share: transformers' 6 * tokens * parameters of the whole model, over the ranks that share it."""
         state = state_of(self.model)
-        if not self.is_sharded or state is None:
+        if state is None or state.config.ranks_per_copy == 1:
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
         if name not in inputs:
@@ -153,7 +153,8 @@ class NeuronTrainer(Trainer):
             for fqn, parameter in self.model.named_parameters()
             if id(parameter) not in embeddings and fqn not in elsewhere
         )
-        return 6 * inputs[name].numel() * parameters // state.config.tensor_parallel_size
+        sharing = state.config.tensor_parallel_size * state.config.context_parallel_size
+        return 6 * inputs[name].numel() * parameters // sharing
 
     # ---- Pipeline ---------------------------------------------------------------------------------------------------
 

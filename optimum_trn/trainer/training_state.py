@@ -21,7 +21,12 @@ from ..errors import CheckpointError
 logger = logging.get_logger(__name__)
 
 
-AXES = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "tp": "tensor_parallel_size"}
+AXES = {
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
 """The axes along which optimizer states are cut, each under the name by which a user knows it."""
 
 Layout = tuple[tuple[str, int], ...]
@@ -34,7 +39,7 @@ def layout_of(mesh: DeviceMesh | None, zero_1: bool) -> Layout:
         return ()
     sizes = {axis: mesh[axis].size() for axis in AXES if axis in ("tp", "dp") or axis in (mesh.mesh_dim_names or ())}
     if not zero_1:
-        sizes["dp"] = 1
+        sizes["dp"] = sizes["cp"] = 1
     return tuple((axis, size) for axis, size in sizes.items() if size > 1)
 
 
@@ -44,9 +49,9 @@ def optimizer_file(layout: Layout, ranks: Mapping[str, int]) -> str:
 
 
 def save_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh, zero_1: bool) -> None:
-    """Write this rank's optimizer states; of those that have the same, the first data-parallel rank writes."""
+    """Write this rank's optimizer states; of those that have the same, the first writes."""
     layout = layout_of(mesh, zero_1)
-    if zero_1 or mesh.get_local_rank("dp") == 0:
+    if zero_1 or mesh["dp_cp"].get_local_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         state = {"data_parallel_size": mesh["dp"].size(), "optimizer": optimizer.state_dict()}
         torch.save(state, directory / optimizer_file(layout, _ranks(layout, mesh)))
@@ -107,7 +112,7 @@ def check_resumable(directory: Path, mesh: DeviceMesh | None, zero_1: bool) -> N
 
 def _described(layout: Layout) -> str:
     sizes = [f"{AXES[axis]}={size}" for axis, size in layout]
-    return " and ".join(sizes) + (" with zero_1" if "dp" in dict(layout) else "") or "one process a copy"
+    return " and ".join(sizes) + (" with zero_1" if {"dp", "cp"} & dict(layout).keys() else "") or "one process a copy"
 
 
 def is_complete(directory: Path) -> bool:
