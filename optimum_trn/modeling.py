@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
@@ -88,6 +89,12 @@ class NeuronModelForCausalLM(NeuronModel):
     """Loads or builds causal language models."""
 
     auto_class = AutoModelForCausalLM
+
+
+class NeuronModelForImageTextToText(NeuronModel):
+    """Loads or builds models that answer in text to images and text; `PatchReport` says which towers stay whole."""
+
+    auto_class = AutoModelForImageTextToText
 
 
 class NeuronModelForMaskedLM(NeuronModel):

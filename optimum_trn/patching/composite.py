@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from optimum_trn.errors import PlanError
+from optimum_trn.errors import PlanError, UnsupportedModelError
 from optimum_trn.patching.infer import infer_plan
+from optimum_trn.patching.marks import Tower
 from optimum_trn.patching.plan import ModelPlan, record_head
 from optimum_trn.patching.registry import find_plan
 from optimum_trn.patching.schedule import Schedule
@@ -19,34 +21,48 @@ from optimum_trn.patching.schedule import Schedule
 class CompositePlan:
     """How a model is sharded whose config has configs of other models within it.
 
-    `towers` are the plans of those of them that have one, with the names of their configs; a tower is a transformers
-    model within the model whose config has the type of such a plan.  What lies outside of the towers, such as the
+    `towers` are the plans of those of them that have one, by the model types of their configs; a tower is a
+    transformers model within the model whose config has such a type.  What lies outside of the towers, such as the
     projection of images into the space of the text, and every tower without a plan stay whole on all ranks.
     """
 
     model_type: str
-    towers: tuple[ModelPlan, ...]
+    towers: Mapping[str, ModelPlan]
+
+    @property
+    def unproven(self) -> dict[str, str]:
+        """The parts that inferred plans of towers leave whole, and why."""
+        return {
+            f"{model_type}: {path}": reason
+            for model_type, plan in self.towers.items()
+            for path, reason in plan.unproven.items()
+        }
 
     def validate(self, config: Any, tensor_parallel_size: int) -> None:
         """Raises `PlanError` for a tower that has fewer parts than there are ranks."""
-        for plan, tower_config in _planned(config):
-            plan.validate(tower_config, tensor_parallel_size)
+        for part in _configs_within(config):
+            if part.model_type in self.towers:
+                self.towers[part.model_type].validate(part, tensor_parallel_size)
 
     def record(self, schedule: Schedule) -> None:
-        """Records the plan of each tower, and the head; `PlanError` if the model has none of the towers."""
-        plans = {plan.model_type: plan for plan in self.towers}
+        """Records the plan of each tower, and the heads; `PlanError` if the model has none of the towers."""
         recorded: list[str] = []
         for path, tower in schedule.model.named_modules():
-            if not path or not isinstance(tower, PreTrainedModel) or tower.config.model_type not in plans:
+            if not path or not isinstance(tower, PreTrainedModel) or tower.config.model_type not in self.towers:
                 continue
             if not any(path.startswith(f"{outer}.") for outer in recorded):
-                plans[tower.config.model_type].record_layers(schedule, path)
+                self.towers[tower.config.model_type].record_layers(schedule, path)
+                schedule[path].replace(Tower())
                 recorded.append(path)
         if not recorded:
-            raise PlanError(f"{type(schedule.model).__name__} has none of the towers {sorted(plans)} of its config.")
-        heads = []
+            raise PlanError(
+                f"{type(schedule.model).__name__} has none of the towers {sorted(self.towers)} of its config."
+            )
+        heads: list[nn.Module] = []
         for path in ("", *recorded):  # the model often has the head of a tower as its own
-            head = schedule.model.get_submodule(path).get_output_embeddings()
+            model = schedule.model.get_submodule(path)
+            assert isinstance(model, PreTrainedModel)
+            head = model.get_output_embeddings()
             if head is not None and not any(head is other for other in heads):
                 heads.append(head)
                 record_head(schedule, path)
@@ -62,27 +78,32 @@ class CompositePlan:
 def plan_for(config: Any, model_class: type[PreTrainedModel] | None = None) -> ModelPlan | CompositePlan:
     """The plan of a config's model type, or one made of those of the configs within it, or one that is inferred.
 
-    The text tower of a composite must have a plan, which is where most parameters are; else, and without any plan, one
-    is inferred and proven for `model_class`.  `UnsupportedModelError` if nothing of it can be proven.
+    The text tower of a composite must have a plan, declared or inferred, since that is where most parameters are; if it
+    cannot be inferred alone, that of `model_class` as a whole may be.  `UnsupportedModelError` if nothing is proven.
     """
     plan = find_plan(config.model_type)
     if plan is not None:
         return plan
-    towers = {plan.model_type: plan for plan, _ in _planned(config)}
+    declared = ((part.model_type, find_plan(part.model_type)) for part in _configs_within(config))
+    towers = {model_type: plan for model_type, plan in declared if plan is not None}
     text_config = config.get_text_config(decoder=True)
-    if not towers or (text_config.model_type != config.model_type and find_plan(text_config.model_type) is None):
-        return infer_plan(config, model_class)
-    return CompositePlan(config.model_type, tuple(towers.values()))
+    try:
+        if text_config.model_type == config.model_type:
+            return infer_plan(config, model_class)
+        if text_config.model_type not in towers:
+            towers[text_config.model_type] = infer_plan(text_config)
+    except UnsupportedModelError:
+        if text_config.model_type != config.model_type:
+            return infer_plan(config, model_class)
+        if not towers:
+            raise
+    return CompositePlan(config.model_type, towers)
 
 
-def _planned(config: Any) -> Iterator[tuple[ModelPlan, Any]]:
-    """The outermost configs within a config whose model types have plans."""
+def _configs_within(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """The configs within a config, outer ones first."""
     for name in config.sub_configs:
         part = getattr(config, name, None)
-        if not isinstance(part, PreTrainedConfig):
-            continue
-        plan = find_plan(part.model_type)
-        if plan is None:
-            yield from _planned(part)
-        else:
-            yield plan, part
+        if isinstance(part, PreTrainedConfig):
+            yield part
+            yield from _configs_within(part)

@@ -17,11 +17,13 @@ from optimum_trn.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS, ParallelConfig,
 from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, watch_for_adapters
 from optimum_trn.patching.context import check_context, share_context, unshare_context
 from optimum_trn.patching.cutting import cut, place_parameters, restore
-from optimum_trn.patching.outputs import PatchedForward, calls_loss_function
+from optimum_trn.patching.marks import Tower
+from optimum_trn.patching.outputs import PatchedForward, WholeAttentions, calls_loss_function
 from optimum_trn.patching.pipelining import concerns, cut_stages
+from optimum_trn.patching.recompute import check_recompute, keep_activations, recompute
 from optimum_trn.patching.resize import ResizeTokenEmbeddings
 from optimum_trn.patching.sequence import sequence_of
-from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchReport, PatchState, state_of
+from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchReport, PatchState, state_of, whole_towers
 from optimum_trn.patching.styles import Action
 
 
@@ -41,6 +43,7 @@ def install(
     shares_context = parallel_config.context_parallel_size > 1
     if shares_context:
         check_context(model)
+    check_recompute(model, parallel_config)
     size = parallel_config.tensor_parallel_size
     total_parameters = sum(parameter.numel() for parameter in model.parameters())
     placements = place_parameters(model, actions, size)
@@ -65,12 +68,14 @@ def install(
         total_parameters=total_parameters,
         local_parameters=sum(parameter.numel() for parameter in model.parameters()),
         local_logits=isinstance(model.loss_function, VocabParallelCausalLMLoss),
+        whole_towers=whole_towers(model, [path for path, _ in actions]) if actions else {},
     )
     state = PatchState(parallel_config, mesh, tuple(actions), placements, report, pipeline)
     setattr(model, STATE_ATTRIBUTE, state)
     if shares_context:
         assert mesh is not None
         share_context(model, RankGroup(mesh.get_group(CONTEXT_AXIS)))
+    recompute(model, parallel_config.activation_checkpointing)
     return state
 
 
@@ -81,6 +86,7 @@ def uninstall(model: PreTrainedModel) -> None:
         raise PlanError(f"{type(model).__name__} is not patched.")
     if has_adapters(model):
         raise PlanError("The model has adapters of PEFT. Take them off first: merge_and_unload() or unload().")
+    keep_activations(model, state.config.activation_checkpointing)
     if state.config.context_parallel_size > 1:
         unshare_context(model)
     if state.actions:
@@ -113,7 +119,12 @@ def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> N
     head = model.get_output_embeddings()
     if not isinstance(head, ParallelLMHead):
         head = None
-    model.forward = PatchedForward(model, group, _head_orders(actions, group.size), sequence_of(actions, group))
+    towers = [path for path, style in actions if isinstance(style, Tower)]
+    for path in towers:
+        inner = [action for action in actions if action.path.startswith(f"{path}.")]
+        model.get_submodule(path).register_forward_hook(WholeAttentions(group, _head_orders(inner, group.size)))
+    attentions = None if towers else WholeAttentions(group, _head_orders(actions, group.size))
+    model.forward = PatchedForward(model, attentions, sequence_of(actions, group))
     stock_loss = model.loss_function
     if head is not None and stock_loss in VOCAB_PARALLEL_LOSSES and calls_loss_function(model):
         model.loss_function = VOCAB_PARALLEL_LOSSES[stock_loss](stock_loss, group)
@@ -149,6 +160,10 @@ def _unpatch_instance(model: Any) -> None:
     if isinstance(model.loss_function, VocabParallelCausalLMLoss):
         del model._loss_function
     del model.resize_token_embeddings
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, WholeAttentions):
+                del module._forward_hooks[key]
     for refusal in REFUSED:
         if isinstance(model.__dict__.get(refusal.method), RefusedWhilePatched):
             delattr(model, refusal.method)

@@ -9,6 +9,7 @@ from torch import nn
 
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.elsewhere import Side
 from optimum_trn.patching.state import state_of
 
 
@@ -40,8 +41,15 @@ class EndsStage(Mark):
 
 
 @dataclass(frozen=True)
-class BeforeLayers(Mark):
-    """A module beside the layers that is used before them although it is registered after them."""
+class BesideLayers(Mark):
+    """A module that is used before or after all layers, whatever the order of registration says."""
+
+    side: Side
+
+
+@dataclass(frozen=True)
+class Tower(Mark):
+    """A model within the model, which is sharded by a plan of its own and makes its own outputs whole."""
 
 
 def annotations_of(model: nn.Module) -> dict[str, dict[str, Any]]:

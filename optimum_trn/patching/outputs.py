@@ -23,25 +23,55 @@ def calls_loss_function(model: nn.Module) -> bool:
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
+class WholeAttentions:
+    """Gathers the attention weights in the outputs of a model whose heads are sharded; a forward hook of towers.
+
+    `head_orders` says where the stock model's heads are among those of all ranks, by the number of heads of a rank, if
+    they are not simply in order.
+    """
+
+    def __init__(self, group: RankGroup, head_orders: Mapping[int, list[int]]) -> None:
+        self.group = group
+        self.head_orders = dict(head_orders)
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if isinstance(outputs, ModelOutput):
+            self.gather(outputs)
+
+    def gather(self, outputs: ModelOutput) -> None:
+        """Puts whole weights in place of this rank's, in all stacks of layers."""
+        for name, value in outputs.items():
+            if isinstance(value, ModelOutput):
+                self.gather(value)
+            elif name.endswith("attentions") and value is not None:
+                # Some towers give what attention makes instead of (rows, heads, queries, keys), and that is whole.
+                outputs[name] = tuple(
+                    self._of_all_heads(weights) if isinstance(weights, torch.Tensor) and weights.dim() == 4 else weights
+                    for weights in value
+                )
+
+    def _of_all_heads(self, weights: torch.Tensor) -> torch.Tensor:
+        gathered = gather_from_group(weights, self.group.process_group, dim=1)
+        order = self.head_orders.get(weights.shape[1])
+        return gathered if order is None else gathered[:, order]
+
+
 class PatchedForward:
     """The forward of one model instance.
 
     In training with labels, only the vocabulary-parallel loss sees the logits: they stay on their ranks and
     `outputs.logits` is None.  In all other cases the logits are those of the stock model, whole on every rank; so are
-    the attention weights, if asked for; `head_orders` says where the stock model's heads are among those of all ranks,
-    by the number of heads of a rank, if they are not simply in order.
+    the attention weights, if asked for, which `attentions` gathers, unless the towers of a composite model do.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        group: RankGroup,
-        head_orders: Mapping[int, list[int]],
+        attentions: WholeAttentions | None,
         sequence: SequenceGroup | None,
     ) -> None:
         self.model = model
-        self.group = group
-        self.head_orders = dict(head_orders)
+        self.attentions = attentions
         self.sequence = sequence
         self.wrapped = model.__dict__.get("forward")  # another library may have put its own on the instance
 
@@ -67,20 +97,15 @@ class PatchedForward:
                 head.gathers_output = True
         if local_logits:
             outputs.logits = None
-        self._make_whole(outputs)
+        if self.attentions is not None:
+            self.attentions.gather(outputs)
+        if self.sequence is not None:
+            self._gather_hidden_states(outputs)
         return outputs if return_dict else outputs.to_tuple()
 
-    def _make_whole(self, outputs: Any) -> None:
-        """Attention weights and hidden states of all stacks of layers, and of the models within a composite one."""
+    def _gather_hidden_states(self, outputs: Any) -> None:
         for name, value in outputs.items():
-            if isinstance(value, ModelOutput):
-                self._make_whole(value)
-            elif name.endswith("attentions") and value is not None:
-                outputs[name] = tuple(
-                    self._of_all_heads(weights) if isinstance(weights, torch.Tensor) else weights for weights in value
-                )
-
-            elif name.endswith("hidden_states") and value is not None and self.sequence is not None:
+            if name.endswith("hidden_states") and value is not None:
                 outputs[name] = tuple(map(self._of_all_tokens, value))
 
     def _of_all_tokens(self, states: torch.Tensor) -> torch.Tensor:
@@ -88,11 +113,6 @@ class PatchedForward:
         length = self.sequence.length.value
         # A single token is one on every rank either way, and the first rank's is the one that counts.
         return states if states.shape[1] == length != 1 else self.sequence.gather(states)
-
-    def _of_all_heads(self, weights: torch.Tensor) -> torch.Tensor:
-        gathered = gather_from_group(weights, self.group.process_group, dim=1)
-        order = self.head_orders.get(weights.shape[1])
-        return gathered if order is None else gathered[:, order]
 
     def _heads(self) -> list[ParallelLMHead]:
         """The parallel head of the model, and the copies of it that PEFT may have made."""

@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from optimum_trn.patching import supported_models
+from tests.models.image_text import image_text_batch, image_text_class
 from tests.models.tiny import SIZES, randomise
 
 DATA = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
@@ -40,6 +42,11 @@ def kinds(model_type: str) -> list[str]:
     ]
 
 
+def families() -> list[str]:
+    """The types with a plan that have classes of their own; the others are proven as towers of composite models."""
+    return [name for name in supported_models() if name in SIZES_OF or set(kinds(name)) - {"base"}]
+
+
 def tiny_config(model_type: str, kind: str, **overrides: Any) -> PreTrainedConfig:
     """Sizes from the data file, or the usual names' for a type that is not in it; no dropout."""
     config_class = CONFIG_MAPPING[model_type]
@@ -62,6 +69,8 @@ def tiny_class(
     model_type: str, kind: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """A stock model of one kind of class with random weights, biases, norms and tables."""
+    if kind == "image_text":
+        return image_text_class(model_type, dtype, seed)
     config = tiny_config(model_type, kind, **overrides)
     model_class = getattr(modeling_auto, KINDS[kind])[type(config)]
     if isinstance(model_class, (tuple, list)):
@@ -77,6 +86,8 @@ def tiny_class(
 
 def class_batch(model: PreTrainedModel, kind: str, rows: int = 3, length: int = 11, seed: int = 1) -> dict[str, Any]:
     """Random inputs, padded on both sides where the class takes a mask, and labels for its loss."""
+    if kind == "image_text":
+        return image_text_batch(model, seed)
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     arguments = inspect.signature(model.forward).parameters

@@ -12,9 +12,10 @@ from optimum_trn.checkpoint import save_pretrained
 from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
-from optimum_trn.patching import patch_model, state_of, supported_models, unpatch_model
+from optimum_trn.patching import patch_model, state_of, unpatch_model
 from tests.devices import DEVICES, FLOAT64, local_device
 from tests.distributed import run_ranks
+from tests.models.families import families
 from tests.models.parity import deviation
 from tests.models.proof import proofs
 from tests.models.tiny import batch, tiny_model
@@ -127,7 +128,7 @@ def test_evaluation_generation_files_and_unpatching_know_nothing_of_padding(size
     run_ranks(behaviour, size, overrides, str(tmp_path), device=device)
 
 
-def families(rank, world_size, model_types):
+def all_classes(rank, world_size, model_types):
     return {
         f"{model_type} {kind}": result
         for model_type in model_types
@@ -138,10 +139,10 @@ def families(rank, world_size, model_types):
 @pytest.mark.parametrize(
     "model_type",
     ["gpt_bigcode", "olmo2", "gpt_oss"]  # one shared key-value head, norms over all heads, interleaved experts
-    + [pytest.param(name, marks=pytest.mark.full) for name in supported_models()],
+    + [pytest.param(name, marks=pytest.mark.full) for name in families()],
 )
 def test_three_ranks_divide_the_sizes_of_no_family_and_change_nothing(model_type):
-    for results in run_ranks(families, 3, [model_type], device="cpu", environment=FLOAT64):
+    for results in run_ranks(all_classes, 3, [model_type], device="cpu", environment=FLOAT64):
         assert results
         for name, result in results.items():
             assert result["error"] < EXACT, (name, result)
