@@ -5,10 +5,10 @@ import torch
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel import ParallelConfig
-from optimum_trn.patching import patch_model, supported_models
+from optimum_trn.patching import patch_model
 from tests.devices import FLOAT64
 from tests.distributed import run_ranks
-from tests.models.families import VARIANTS, class_batch, tiny_class
+from tests.models.families import VARIANTS, class_batch, families, tiny_class
 from tests.models.proof import proof, proofs
 
 EXACT = 1e-9
@@ -26,7 +26,7 @@ def check(result, name):
 
 
 @pytest.mark.parametrize("device, tensor_parallel_size", LAYOUTS)
-@pytest.mark.parametrize("model_type", supported_models())
+@pytest.mark.parametrize("model_type", families())
 def test_every_class_of_a_family_equals_its_stock_self(model_type, device, tensor_parallel_size):
     for results in run_ranks(
         proofs, tensor_parallel_size, model_type, tensor_parallel_size, device=device, environment=FLOAT64
