@@ -31,13 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from benchmarks.coverage_case import root, run_case  # noqa: E402
+from benchmarks.coverage_case import SECONDS, root, run_case  # noqa: E402
 from tests.models.zoo import KINDS, model_types, zoo_class  # noqa: E402
 
 BARS = {"causal": 168, "masked": 44, "seq2seq": 35, "image": 24, "sequence": 110, "audio": 11}
 """Configurations that must be fully proven, by kind."""
 
-SECONDS = 100
 SAMPLE = (
     "causal llama, causal mpt, causal deepseek_v2, causal gpt_bigcode, causal exaone4, causal xglm, causal olmo3, "
     "causal granitemoe, causal phimoe, causal mamba, masked bert, masked mpnet, masked roformer, seq2seq pegasus, "

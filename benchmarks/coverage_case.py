@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -30,6 +31,8 @@ from optimum_trn.patching.verify import KeepFloat64
 from tests.models.zoo import zoo_inputs, zoo_model
 
 RANKS = 2
+SECONDS = 100
+"""After which a configuration is given up."""
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 3e-3}
 FLOORS = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest gradient: what counts as zero
 ATTENTION = re.compile(r"Attention|Attn(?!Mask)")
@@ -107,11 +110,7 @@ class Case:
                 if "cache" in name and isinstance(value, dict):
                     value.clear()
         self.stock = copy.deepcopy(self.model)
-        self.called: set[nn.Module] = set()
-        hooks = [module.register_forward_pre_hook(lambda m, a: self.called.add(m)) for module in self.stock.modules()]
         self.loss, _ = self.step(self.stock)
-        for hook in hooks:
-            hook.remove()
         if not self.loss.isfinite():
             raise ValueError("the loss is not finite")
 
@@ -133,6 +132,8 @@ class Case:
         with tempfile.TemporaryDirectory() as directory:
             child = os.fork()
             rank = 1 if child == 0 else 0
+            if rank == 1:
+                signal.alarm(SECONDS)  # alarms are not inherited, and nobody waits for it if rank 0 dies
             try:
                 store = dist.FileStore(f"{directory}/store", RANKS)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
@@ -173,23 +174,25 @@ class Case:
             "mode": "train" if self.training else "eval",
             "local": report.local_parameters / report.total_parameters,
             **{
-                name: sharded(self.stock, self.called, parts, state.placements)
-                for name, parts in weights_by_part(self.stock, self.called).items()
+                name: sharded(self.stock, parts, state.placements)
+                for name, parts in weights_by_part(self.stock, trained=True).items()
             },
         }
 
 
-def weights_by_part(model: nn.Module, called: set[nn.Module]) -> dict[str, dict[str, list[str]]]:
-    """The weight matrices of attentions and of feed-forward parts, by module, judged by the names of classes."""
+def weights_by_part(model: nn.Module, trained: bool = False) -> dict[str, dict[str, list[str]]]:
+    """The weight matrices of attentions and of feed-forward parts, by module, judged by the names of classes.
+
+    With `trained`, those that had an effect on the loss of the last step.
+    """
     parts: dict[str, dict[str, list[str]]] = {"attention": {}, "mlp": {}}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or WHOLE_BY_DESIGN.search(name):
             continue
+        if trained and (parameter.grad is None or not parameter.grad.any()):
+            continue
         owners = [".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 1)]
-        if not any(modules[owner] in called for owner in owners[-1:]):
-            if not any(modules[owner] in called and "xpert" in type(modules[owner]).__name__ for owner in owners):
-                continue
         if any(mixes_states(modules[owner]) for owner in owners):
             continue
         attention = [owner for owner in owners if ATTENTION.search(type(modules[owner]).__name__)]
@@ -213,9 +216,7 @@ def weights_by_part(model: nn.Module, called: set[nn.Module]) -> dict[str, dict[
     return parts
 
 
-def sharded(
-    model: nn.Module, called: set[nn.Module], parts: dict[str, list[str]], placements: Any
-) -> dict[str, Any] | None:
+def sharded(model: nn.Module, parts: dict[str, list[str]], placements: Any) -> dict[str, Any] | None:
     """Local and total bytes of parts, and those parts of which nothing is sharded; None if there are no parts."""
     if not parts:
         return None
@@ -244,7 +245,7 @@ def native_plan(model: PreTrainedModel) -> str:
     if not plan:
         return "none"
     patterns = [re.sub(r"\d+", "*", name) for name in plan]
-    parts = weights_by_part(model, set(model.modules()))
+    parts = weights_by_part(model)
     cuts = []
     for part in ("attention", "mlp"):
         names = [name for names in parts[part].values() for name in names]

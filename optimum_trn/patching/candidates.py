@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ OF_KEYS = re.compile(r"kv|key_value|_k_heads|groups")
 NEVER = re.compile(r"head_dim|head_size|d_head|dim_head|layer_id|value_proj_dim|num_key_value_groups|^training$|^_")
 DOWN = re.compile(r"(q_a_proj|kv_a_proj|kv_a_proj_with_mqa|q_down_proj|kv_down_proj|wq_a|wkv_a|o_a_proj)|index", re.I)
 CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads")
-MANY = 60
+MANY = 48
 
 
 def candidates(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterator[Region]:
@@ -41,7 +41,10 @@ class Heads:
         measured = next((count for name, count in trace.heads.items() if f"{name}.".startswith(f"{path}.")), None)
         named = next((value for name, value in numbers.items() if not OF_KEYS.search(name)), None)
         configured = next((v for name in CONFIG_HEADS if _is_number(v := getattr(config, name, None))), None)
-        self.count: int | None = measured or named or configured
+        # Scores have a dimension of heads, usually the second: a number of that name is the better evidence.
+        width = part.widths[part.row].input if part.row is not None else 0
+        fitting = [count for count in (named, measured, configured) if count and width % count == 0]
+        self.count: int | None = fitting[0] if fitting else None
         self.name = self._name(self.count, numbers, config, keys=False)
         own = [part.widths[name].output for name, role in part.columns.items() if role == "q"]
         assert part.row is not None
@@ -90,7 +93,7 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
             extra.collect(other, _block(other, model), own, trace)
     bases = list(_layouts(part, heads))
     choices = list(_numbers(part, block, heads))
-    inputs = _inputs(part, model, trace, heads)
+    inputs = {name: dim for other in parts for name, dim in _inputs(other, model, trace, heads).items()}
     switched = list(dict.fromkeys(extra.switches()))
     seen = set()
 
@@ -107,7 +110,7 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
         made = replace(
             base,
             more=extra.columns(off),
-            cut=extra.cut(off),
+            cut={**extra.cut(off), **_followers(base.columns, part, model)},
             whole_norms=extra.norms(off),
             attributes=numbers[0],
             config_attributes=numbers[1],
@@ -143,6 +146,22 @@ def _layouts(part: Part, heads: Heads) -> Iterator[Region]:
             yield Region(columns=columns(k="queries", v="queries"), **common)  # type: ignore[arg-type]
 
 
+def _followers(columns: Mapping[str, Kind], part: Part, model: nn.Module) -> dict[str, tuple[int, Kind]]:
+    """What lies beside a linear in a wrapper of it, such as a batch norm of its output, and is cut as the output is."""
+    found: dict[str, tuple[int, Kind]] = {}
+    for path, kind in columns.items():
+        wrapper = path.rpartition(".")[0]
+        if not wrapper or wrapper == part.owner:
+            continue
+        for name, module in model.get_submodule(f"{part.layer}.{wrapper}").named_children():
+            if f"{wrapper}.{name}" == path or features(module) is not None:
+                continue
+            for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if value is not None and value.shape == (part.widths[path].output,):
+                    found[f"{wrapper}.{name}.{key}"] = (0, kind)
+    return found
+
+
 class _Extras:
     """What an attention has beside its projections: further linears, tables and norms over heads."""
 
@@ -150,6 +169,7 @@ class _Extras:
         self.kinds: dict[str, Kind] = {}
         self.linears: dict[str, bool] = {}
         self.tables: dict[str, tuple[int, Kind]] = {}
+        self.no_tables: set[str] = set()
         self.whole: list[str] = []
 
     def collect(self, part: Part, block: nn.Module, heads: Heads, trace: Trace) -> None:
@@ -205,9 +225,12 @@ class _Extras:
             )
             if isinstance(module, nn.modules.conv._ConvNd):
                 dims = [dim for dim in dims if dim == 0]
+            if not dims:  # of the same size as the heads of another layer by chance
+                self.no_tables.add(full.lstrip("."))
+                self.tables.pop(full.lstrip("."), None)
             if dims:
                 dim = value.dim() - 1 if isinstance(module, nn.Embedding) else dims[0]
-                if value.shape[dim] in sizes:
+                if value.shape[dim] in sizes and full.lstrip(".") not in self.no_tables:
                     self.tables[full.lstrip(".")] = (dim, sizes[value.shape[dim]])
 
     def switches(self) -> Iterator[frozenset[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ def features(module: nn.Module) -> Features | None:
 
 def traced(subject: Subject) -> Trace:
     """Runs the model of `subject` once."""
-    model = subject.model
+    model = copy.deepcopy(subject.model)  # which may keep what it computes
     names = {module: name for name, module in model.named_modules()}
     trace, stack = Trace(), []
 
