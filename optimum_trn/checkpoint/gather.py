@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel import Placement
+from ..parallel.mics import whole
 from .lazy import Box, LazyTensor
 
 BLOCK_BYTES = 32 * 2**20  # of the whole tensor's rows at a time: neither HBM nor the host need room for more
@@ -29,7 +30,7 @@ class Gathered(LazyTensor):
         self.group = group
 
     def copy_to(self, target: Tensor, box: Box) -> None:
-        sharded, part = self.placement.dim, self.local
+        sharded, part = self.placement.dim, whole(self.local)
         for dim, (start, stop) in enumerate(box):
             if dim != sharded:
                 part = part.narrow(dim, start, stop - start)

@@ -11,6 +11,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 from ..parallel import Placement
+from ..parallel.mics import copy_whole
 from ..patching import state_of
 from .agreement import agreed
 from .slices import LocalSlice, open_slices, shape_of
@@ -46,7 +47,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             rank = state.tp_rank if state is not None else 0
             slices.append((tensor, LocalSlice(sources[name], placement, rank, tensor.device, tensor.dtype)))
     for tensor, local in slices:
-        tensor.copy_(local[...])
+        copy_whole(tensor, local[...])
 
 
 def _by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:

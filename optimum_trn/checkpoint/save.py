@@ -75,7 +75,7 @@ def save_pretrained(
         layout = FileLayout(model, state, state_dict, max_shard_size, variant, save_original_format)
     writes = is_main_process and state.dp_rank == 0 and state.tp_rank == 0 and state.pp_rank == 0
     save = StagedSave(os.fspath(save_directory), layout) if writes else None
-    if state.dp_rank == 0:
+    if state.holds_first_copy:
         for file, block in layout.blocks(state):
             if save is not None and block is not None:
                 save.append(file, block)

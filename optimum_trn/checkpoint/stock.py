@@ -264,7 +264,7 @@ def tensors_in_files(model: PreTrainedModel, tensors: dict[str, T]) -> dict[str,
 def write_configs(model: PreTrainedModel, directory: str) -> None:
     """Write config.json and, for models that generate, generation_config.json, as `save_pretrained` does."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # of the class that FSDP2 makes of it
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

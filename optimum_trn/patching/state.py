@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from optimum_trn.parallel.mesh import DATA_AXIS, TENSOR_AXIS, ParallelConfig
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.expert_parallel import ExpertShards
 from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.styles import Action
 
@@ -89,6 +90,7 @@ class PatchState:
     placements: dict[str, Placement]
     report: PatchReport
     pipeline: PipelinedModel | None = None
+    experts: ExpertShards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self
@@ -103,6 +105,18 @@ class PatchState:
         """The ranks that hold the same shards and see other data; None in a single process."""
         return None if self.mesh is None else self.mesh.get_group(DATA_AXIS)
 
+    def group_of(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks over which a parameter lies as its placement says."""
+        if self.experts is not None and name in self.experts.placements:
+            return self.experts.group.process_group
+        return self.tp_group
+
+    def rank_of(self, name: str) -> int:
+        """This rank's place in the placement of a parameter."""
+        if self.experts is not None and name in self.experts.placements:
+            return self.experts.group.rank
+        return self.tp_rank
+
     @property
     def tp_rank(self) -> int:
         """This rank's place among those that share a copy of the model."""
@@ -112,6 +126,13 @@ class PatchState:
     def pp_rank(self) -> int:
         """This rank's place in the pipeline."""
         return 0 if self.pipeline is None else self.pipeline.staged.group.rank
+
+    @property
+    def holds_first_copy(self) -> bool:
+        """Whether this rank has a part of the first whole copy of the model, which is the one that is saved."""
+        if self.experts is not None and dist.get_rank(self.experts.replicas) == 0:
+            return True
+        return self.dp_rank == 0 or (self.mesh is not None and self.mesh.get_local_rank("dp_replicate") == 0)
 
     @property
     def dp_rank(self) -> int:
@@ -144,3 +165,10 @@ def with_unproven(model: nn.Module, unproven: Mapping[str, str]) -> PatchReport:
         )
         return report
     return state.report
+
+
+def set_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Have a patched model know its ranks by another mesh, with the same tensor-parallel groups."""
+    state = state_of(model)
+    assert state is not None
+    setattr(model, STATE_ATTRIBUTE, replace(state, mesh=mesh))

@@ -118,7 +118,9 @@ class NeuronTrainingArguments(TrainingArguments):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
-        values = {field.name: getattr(self, field.name) for field in fields(ParallelConfig) if hasattr(self, field.name)}
+        values = {
+            field.name: getattr(self, field.name) for field in fields(ParallelConfig) if hasattr(self, field.name)
+        }
         recomputation = getattr(self, "recomputation", values["activation_checkpointing"])
         values["activation_checkpointing"] = None if isinstance(recomputation, bool) else recomputation
         return ParallelConfig(**values)

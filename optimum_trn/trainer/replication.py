@@ -17,6 +17,7 @@ from ..parallel import ParallelConfig, Placement
 from ..parallel.grad_norm import Gradient, clip_, gradients_of, total_norm
 from ..parallel.gradients import AllReduced, GradientReducer, Scattered
 from ..parallel.granularity import Granularity, granularity_of
+from ..parallel.mics import is_partitioned, partitioned_gradients, without_replicas
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import pipeline_of
 from ..patching.adapters import placements_of
@@ -42,6 +43,7 @@ class Replication:
         self._names: dict[int, str] = {}
         self._duplicates: set[str] = set()  # parameters that an earlier rank of the pipeline has, too
         self._buffers: list[Any] = []
+        self._partitioned: list[nn.Module] = []
 
     def attach(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: DistributedDataParallelKwargs | None
@@ -62,9 +64,10 @@ class Replication:
             self._make_equal(models)
             if options.broadcast_buffers:
                 self._keep_buffers_equal(models)
-        sharded: set[str] = set()
+        self._partitioned = [model for model in models if is_partitioned(model)]
+        sharded = {self._names[id(p)] for model in self._partitioned for p in model.parameters()}
         for accelerated in optimizers:
-            self._check_tensor_parallel(accelerated.optimizer)
+            self._check_sees_whole_parameters(accelerated.optimizer)
             optimizer = self._sharded(accelerated.optimizer, parameters, capacity)
             if optimizer is not None:
                 accelerated.optimizer = optimizer
@@ -92,6 +95,8 @@ class Replication:
         """Continue with the weights of the first rank, as DistributedDataParallel does."""
         with torch.no_grad():
             for model in models:
+                if is_partitioned(model):
+                    continue
                 for tensor in [*model.parameters(), *model.buffers()]:
                     dist.broadcast(tensor, group=self.group, group_src=0)
 
@@ -108,13 +113,15 @@ class Replication:
 
         self._buffers = [model.register_forward_pre_hook(take) for model in models if _saved_buffers(model)]
 
-    def _check_tensor_parallel(self, optimizer: Any) -> None:
-        size = self.mesh["tp"].size()
-        if size > 1 and not isinstance(optimizer, Zero1Optimizer):
+    def _check_sees_whole_parameters(self, optimizer: Any) -> None:
+        """Refuse an optimizer that would take a shard for a parameter, by its name."""
+        sizes = {"tensor_parallel_size": self.mesh["tp"].size(), "mics_partition_size": self.mesh["dp_shard"].size()}
+        shards = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        if shards and not isinstance(optimizer, Zero1Optimizer):
             if granularity_of(optimizer) is not Granularity.ELEMENT:
                 raise ValueError(
-                    f"{type(optimizer).__name__} must see whole parameters, which tensor_parallel_size={size} shards. "
-                    "Use an optimizer that works element by element, such as AdamW, or tensor_parallel_size=1."
+                    f"{type(optimizer).__name__} must see whole parameters, which {shards} shards. Use an optimizer "
+                    "that works element by element, such as AdamW, or leave the parameters whole."
                 )
 
     def _sharded(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], capacity: int) -> Zero1Optimizer | None:
@@ -122,7 +129,7 @@ class Replication:
             return optimizer
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         low_precision = any(parameter.dtype in LOW_PRECISION for parameter in held)
-        if not self.config.zero_1 or (self.num_ranks == 1 and not low_precision):
+        if self._partitioned or not self.config.zero_1 or (self.num_ranks == 1 and not low_precision):
             return None
         if any(id(parameter) not in self._names for parameter in held):
             raise ValueError(
@@ -141,6 +148,8 @@ class Replication:
         with ExitStack() as stack:
             for reducer in self.reducers:
                 stack.enter_context(reducer.no_sync())
+            for model in self._partitioned:
+                stack.enter_context(without_replicas(model))
             yield
 
     @contextmanager
@@ -158,7 +167,7 @@ class Replication:
             reducer.close()
         for handle in self._buffers:
             handle.remove()
-        self.models, self.reducers, self._buffers = (), [], []
+        self.models, self.reducers, self._buffers, self._partitioned = (), [], [], []
 
     # ---- The norm of the gradients ----------------------------------------------------------------------------------
 
@@ -175,15 +184,21 @@ class Replication:
                     if span.name in shapes
                 ]
                 wanted = [(name, parameter) for name, parameter in wanted if name not in shapes]
-        whole = gradients_of(wanted)
+        shards = partitioned_gradients(wanted)
+        sharded = {shard.name for shard in shards}
+        whole = gradients_of((name, parameter) for name, parameter in wanted if name not in sharded)
         group = self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
         stages = [self.mesh.get_group("pp")] if self.mesh["pp"].size() > 1 else []
         total = total_norm(self._once(whole), self.placements, group, norm_type, stages)
-        if any(isinstance(reducer, Scattered) for reducer in self.reducers):
-            partial = total_norm(self._once(parts), self.placements, group, norm_type, [self.group, *stages])
-            total = torch.linalg.vector_norm(torch.stack([total.to(partial), partial]), norm_type)
+        for gradients, partition, exists in (
+            (parts, self.group, any(isinstance(reducer, Scattered) for reducer in self.reducers)),
+            (shards, self.mesh.get_group("dp_shard"), bool(self._partitioned)),
+        ):
+            if exists:
+                partial = total_norm(self._once(gradients), self.placements, group, norm_type, [partition, *stages])
+                total = torch.linalg.vector_norm(torch.stack([total.to(partial), partial]), norm_type)
         if not math.isinf(max_norm):
-            clip_([*whole, *parts], total, max_norm)
+            clip_([*whole, *parts, *shards], total, max_norm)
         return total
 
     def _once(self, gradients: Sequence[Gradient]) -> list[Gradient]:

@@ -21,12 +21,14 @@ from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError, PlanError
 from ..parallel import ParallelConfig
-from ..parallel.topology import launched_topology, placement_summary
+from ..parallel.topology import Topology, launched_topology, placement_summary
 from ..patching import patch_model, pipeline_of, state_of
 from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
+from ..patching.state import set_mesh
 from . import evaluation, training_state
 from .accelerator import DataParallelAccelerator
 from .micro_batches import MicroBatches, deferred_backward
+from .partition import partition_model, resolved
 
 logger = logging.get_logger(__name__)
 
@@ -45,6 +47,8 @@ class NeuronTrainer(Trainer):
     model: Any
     lr_scheduler: Any
     mesh: DeviceMesh | None = None
+    _config: ParallelConfig | None = None
+    _topology: Topology
     micro_batches: MicroBatches
 
     # ---- Set-up -----------------------------------------------------------------------------------------------------
@@ -54,12 +58,16 @@ class NeuronTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.micro_batches = MicroBatches()
         if self.args.world_size > 1:
+            self._config = None
+            config = self._config = resolved(self.parallel_config, self.model, self.args.world_size)
             state = None if self.model is None else state_of(self.model)
-            self.mesh = state.mesh if state is not None else self.parallel_config.build_mesh(self.args.device.type)
+            self.mesh = None if state is None else state.mesh
+            if self.mesh is None or self.mesh["dp_shard"].size() != config.axis_sizes(self.args.world_size)["dp_shard"]:
+                self.mesh = config.build_mesh(self.args.device.type)
             assert self.mesh is not None
-            DataParallelAccelerator.adopt(self.accelerator, self.mesh, self.parallel_config)
-            topology = launched_topology(self.args.world_size)  # a collective
-            logger.info(placement_summary(self.parallel_config, topology))
+            DataParallelAccelerator.adopt(self.accelerator, self.mesh, config)
+            self._topology = launched_topology(self.args.world_size)  # a collective
+            logger.info(placement_summary(config, self._topology))
             self.gather_function = functools.partial(
                 self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )
@@ -75,6 +83,8 @@ class NeuronTrainer(Trainer):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees: those of the arguments, or of the model if the arguments are stock `TrainingArguments`."""
+        if self._config is not None:
+            return self._config
         config = getattr(self.args, "parallel_config", None)
         if config is None:
             state = None if self.model is None else state_of(self.model)
@@ -84,10 +94,15 @@ class NeuronTrainer(Trainer):
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share one copy of the model, so that all of them take part in saving and loading it."""
-        return self.mesh is not None and any(self.mesh[axis].size() > 1 for axis in ("pp", "cp", "tp"))
+        return self.mesh is not None and any(self.mesh[axis].size() > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
 
     def _shard(self, model: Any) -> None:
         self._shard_layers(model)
+        if self.mesh is not None and self.mesh["dp_shard"].size() > 1:
+            if _is_peft_model(model):
+                raise PlanError("mics_partition_size is not supported for a PeftModel yet: leave it unset.")
+            set_mesh(model, self.mesh)
+            partition_model(model, self.mesh, self._topology, self.args.device)
         if self.is_sharded and _is_peft_model(model):
             if any(config.is_prompt_learning for config in model.peft_config.values()):
                 raise PlanError(
@@ -99,7 +114,8 @@ class NeuronTrainer(Trainer):
     def _shard_layers(self, model: Any) -> None:
         state = state_of(model)
         wanted = self.parallel_config
-        if (ParallelConfig() if state is None else state.config).of_model == wanted.of_model:
+        same = (ParallelConfig() if state is None else state.config).of_model == wanted.of_model
+        if same and (state is not None or not wanted.mics_partition_size):
             return
         if state is not None:
             raise MeshError(

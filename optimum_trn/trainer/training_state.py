@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..errors import CheckpointError
+from ..parallel.mics import local_states, sharded_states
 
 logger = logging.get_logger(__name__)
 
@@ -24,6 +25,7 @@ logger = logging.get_logger(__name__)
 AXES = {
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
+    "dp_shard": "mics_partition_size",
     "cp": "context_parallel_size",
     "tp": "tensor_parallel_size",
 }
@@ -38,7 +40,7 @@ def layout_of(mesh: DeviceMesh | None, zero_1: bool) -> Layout:
     if mesh is None:
         return ()
     sizes = {axis: mesh[axis].size() for axis in AXES if axis in ("tp", "dp") or axis in (mesh.mesh_dim_names or ())}
-    if not zero_1:
+    if not zero_1 or sizes.get("dp_shard", 1) > 1:
         sizes["dp"] = sizes["cp"] = 1
     return tuple((axis, size) for axis, size in sizes.items() if size > 1)
 
@@ -51,9 +53,10 @@ def optimizer_file(layout: Layout, ranks: Mapping[str, int]) -> str:
 def save_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh, zero_1: bool) -> None:
     """Write this rank's optimizer states; of those that have the same, the first writes."""
     layout = layout_of(mesh, zero_1)
-    if zero_1 or mesh["dp_cp"].get_local_rank() == 0:
+    shards, first = mesh["dp_shard"].size(), mesh["dp_replicate"] if mesh["dp_shard"].size() > 1 else mesh["dp_cp"]
+    if (zero_1 and shards == 1) or first.get_local_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        state = {"data_parallel_size": mesh["dp"].size(), "optimizer": optimizer.state_dict()}
+        state = {"data_parallel_size": mesh["dp"].size(), "optimizer": local_states(optimizer.state_dict())}
         torch.save(state, directory / optimizer_file(layout, _ranks(layout, mesh)))
 
 
@@ -61,7 +64,8 @@ def load_optimizer(optimizer: Any, directory: Path, mesh: DeviceMesh, zero_1: bo
     """Read what `save_optimizer` wrote at the same layout."""
     layout = layout_of(mesh, zero_1)
     file = directory / optimizer_file(layout, _ranks(layout, mesh))
-    optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["optimizer"])
+    states = torch.load(file, map_location="cpu", weights_only=True)["optimizer"]
+    optimizer.load_state_dict(sharded_states(states, optimizer))
 
 
 def _ranks(layout: Layout, mesh: DeviceMesh) -> dict[str, int]:
@@ -77,7 +81,7 @@ def check_resumable(directory: Path, mesh: DeviceMesh | None, zero_1: bool) -> N
         )
     layout = layout_of(mesh, zero_1)
     layouts = {
-        tuple((axis, int(size)) for axis, size in re.findall(r"_([a-z]+)\d+of(\d+)", file.name))
+        tuple((axis, int(size)) for axis, size in re.findall(r"_([a-z_]+?)\d+of(\d+)", file.name))
         for file in directory.glob("optimizer_*of*.pt")
     }
     if len(layouts) > 1:
