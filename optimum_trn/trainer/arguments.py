@@ -70,7 +70,7 @@ class NeuronTrainingArguments(TrainingArguments):
             "(MiCS), each of which holds a whole copy; auto: over the smallest groups that have room for them."
         },
     )
-    activation_checkpointing: str | bool | None = field(  # type: ignore[assignment]
+    activation_checkpointing: str | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "help": "What is recomputed in the backward pass instead of being kept: full (the layers, which is what "
@@ -82,6 +82,8 @@ class NeuronTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
+        if str(self.activation_checkpointing).lower() in ("true", "false"):
+            self.activation_checkpointing = str(self.activation_checkpointing).lower() == "true"  # type: ignore[assignment]
         check_world_size(self.parallel_config)
         if self.gradient_checkpointing and self.activation_checkpointing is not None:
             raise ValueError(
