@@ -164,24 +164,27 @@ def check(results):
         assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.parametrize("patched_first", [True, False], ids=["patched first", "adapted first"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_live_as_in_stock_peft(tmp_path, family, patched_first):
-    check(run_ranks(life, 2, str(tmp_path), family, patched_first, device="cpu", environment=FLOAT64))
-
-
 @pytest.mark.parametrize(
     "family, device, tensor_parallel_size, patched_first, sequence_parallel",
     [
-        pytest.param("llama", "cpu", 2, True, True),
         pytest.param("llama", "neuron", 2, True, False),
+        pytest.param("llama", "cpu", 2, False, True),
+        pytest.param("phi3", "cpu", 2, True, False),
         pytest.param("phi3", "cpu", 3, False, True),  # a rank holds nothing but padding of some layers
+        pytest.param("gpt2", "cpu", 2, True, False),
+        pytest.param("bert", "cpu", 2, False, False),
+        pytest.param("llama", "cpu", 2, True, True, marks=pytest.mark.full),
+        pytest.param("phi3", "neuron", 2, False, False, marks=pytest.mark.full),
+        pytest.param("gpt2", "cpu", 2, False, True, marks=pytest.mark.full),
+        pytest.param("bert", "cpu", 2, True, False, marks=pytest.mark.full),
         pytest.param("llama", "neuron", 3, False, True, marks=pytest.mark.full),
         pytest.param("gpt2", "neuron", 3, True, True, marks=pytest.mark.full),
         pytest.param("bert", "neuron", 4, True, False, marks=pytest.mark.full),
     ],
 )
-def test_adapters_do_so_at_any_layout(tmp_path, family, device, tensor_parallel_size, patched_first, sequence_parallel):
+def test_adapters_live_as_in_stock_peft(
+    tmp_path, family, device, tensor_parallel_size, patched_first, sequence_parallel
+):
     arguments = str(tmp_path), family, patched_first, sequence_parallel
     check(run_ranks(life, tensor_parallel_size, *arguments, device=device, environment=FLOAT64))
 
@@ -266,8 +269,15 @@ def dropped(rank, world_size, sequence_parallel, attention_dropout):
     return {name.split(".")[-3]: mask.cpu() for name, mask in masks.items()}, torch.rand(3)
 
 
-@pytest.mark.parametrize("device", ["cpu", "neuron"])
-@pytest.mark.parametrize("sequence_parallel, attention_dropout", [(False, 0.0), (False, 0.5), (True, 0.5)])
+@pytest.mark.parametrize(
+    "device, sequence_parallel, attention_dropout",
+    [
+        ("neuron", False, 0.5),
+        ("cpu", True, 0.5),
+        pytest.param("cpu", False, 0.0, marks=pytest.mark.full),
+        pytest.param("neuron", True, 0.5, marks=pytest.mark.full),
+    ],
+)
 def test_dropout_before_an_adapter_drops_the_same_where_its_input_is_the_same(
     device, sequence_parallel, attention_dropout
 ):
@@ -316,6 +326,7 @@ def test_what_cannot_be_right_is_refused_and_the_model_stays_as_it_was(tmp_path)
     run_ranks(refusals, 2, str(tmp_path), device="cpu")
 
 
+@pytest.mark.full
 def test_peft_is_not_needed_without_adapters():
     program = (
         "import sys; sys.modules['peft'] = None; import optimum_trn.trainer, optimum_trn.patching.adapters as a;"
