@@ -18,5 +18,6 @@ register_plan(
             attributes=("num_attention_heads",),
         ),
         mlp=FEED_FORWARD,
+        shares_layers=True,  # the embeddings of relative positions
     )
 )

@@ -15,5 +15,6 @@ register_plan(
             attributes=("num_heads",),
         ),
         mlp=MLP(up="fc1", down="fc2", width="ffn_dim"),
+        beside_layers={"decoder.project_out": "after", "decoder.final_layer_norm": "after"},
     )
 )

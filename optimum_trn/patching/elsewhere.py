@@ -87,13 +87,13 @@ class ShapeOnly(Elsewhere):
         self.passage.require_running()
         if self.side == "before" and self.passage.phase != "before":
             raise PlanError(
-                f"{type(self.stock).__name__} is used after the layers as well as before, so that no pipeline stage "
-                "can have it alone. Set pipeline_parallel_size=1 for this model."
+                f"{type(self.stock).__name__} counts as before the layers, but is used after or between them. Say so "
+                "in `beside_layers` of the plan, or set pipeline_parallel_size=1 for this model."
             )
         if self.side == "after" and self.passage.phase != "after":
             raise PlanError(
-                f"{type(self.stock).__name__} counts as after the layers, but is used before or between them. Give it "
-                "in `before_layers` of the plan, or set pipeline_parallel_size=1 for this model."
+                f"{type(self.stock).__name__} counts as after the layers, but is used before or between them. Say so "
+                "in `beside_layers` of the plan, or set pipeline_parallel_size=1 for this model."
             )
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")

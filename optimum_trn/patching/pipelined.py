@@ -63,14 +63,21 @@ class PipelinedModel:
     def _run(self, stage: int, received: Any, batch: Batch, compute: Compute) -> Any:
         if stage == self.staged.stages.num_stages - 1:
             return self.staged.run(stage, received, lambda: compute(batch))
-        inputs = {name: value for name, value in batch.items() if name not in find_labels(type(self.model))}
-        return self.staged.run(stage, received, lambda: self.model(**inputs))
+        return self.staged.run(stage, received, lambda: self.model(**own_inputs(self.staged, stage, batch)))
 
     def _loss(self, batch: Batch) -> Any:
         return self.model(**batch).loss
 
     def _loss_dtype(self) -> torch.dtype:
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def own_inputs(staged: StagedModel, stage: int, batch: Batch) -> dict[str, Any]:
+    """What a stage takes of a batch: all but the last one have no loss to compute."""
+    if stage == staged.stages.num_stages - 1:
+        return dict(batch)
+    labels = find_labels(type(staged.model))
+    return {name: value for name, value in batch.items() if name not in labels}
 
 
 def shapes_of(batch: Batch) -> Hashable:

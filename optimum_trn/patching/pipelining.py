@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.mesh import PIPELINE_AXIS, ParallelConfig, RankGroup, pipeline_size
 from optimum_trn.parallel.pipeline import Pipeline
-from optimum_trn.patching.marks import BeforeLayers, EndsStage, Mark
+from optimum_trn.patching.marks import BesideLayers, EndsStage, Mark
 from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.sequence import SequenceSharded
 from optimum_trn.patching.stages import StagedModel, map_stages
@@ -45,8 +45,8 @@ def cut_stages(
                 f"config.{flag}=True asks for a result of every layer, but pipeline stages hand on only that of their "
                 f"last one. Set it to False, or pipeline_parallel_size=1."
             )
-    before = [path for path, style in actions if isinstance(style, BeforeLayers)]
-    stages = map_stages(model, ends, before)
+    beside = {path: style.side for path, style in actions if isinstance(style, BesideLayers)}
+    stages = map_stages(model, ends, beside)
     group = RankGroup(mesh.get_group(PIPELINE_AXIS))
     engine = Pipeline(group, parallel_config.pipeline_schedule, _device(mesh))
     return PipelinedModel(model, StagedModel(model, stages, group), engine)

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 from optimum_trn.errors import PlanError
 from optimum_trn.patching.blocks import Region, Role, column_wise
 from optimum_trn.patching.dropout import draws_random
+from optimum_trn.patching.elsewhere import Side
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.styles import HoldsName
 
@@ -56,8 +57,8 @@ class ModelPlan:
     An inferred plan may leave the output embeddings whole (`head`), and says which parts are `unproven` and therefore
     whole, by path, and why.
 
-    For pipeline stages: `before_layers` are modules that are used before the layers but registered after them, and a
-    model that `shares_layers` uses one layer several times.
+    For pipeline stages: `beside_layers` says of modules whether they are used before or after the layers, where that is
+    not the order in which they are registered; a model that `shares_layers` uses some weights in several layers.
     """
 
     model_type: str
@@ -68,7 +69,7 @@ class ModelPlan:
     stacks: tuple[Stack, ...] = ()
     head: bool = True
     unproven: Mapping[str, str] = field(default_factory=dict)
-    before_layers: tuple[str, ...] = ()
+    beside_layers: Mapping[str, Side] = field(default_factory=dict)
     shares_layers: bool = False
 
     def every_stack(self) -> tuple[Stack, ...]:

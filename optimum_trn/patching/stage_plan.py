@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from optimum_trn.errors import PlanError, UnsupportedModelError
 from optimum_trn.patching.balance import balanced_ends, cost
 from optimum_trn.patching.composite import CompositePlan
-from optimum_trn.patching.marks import BeforeLayers
+from optimum_trn.patching.elsewhere import Side
+from optimum_trn.patching.marks import BesideLayers
 from optimum_trn.patching.plan import ModelPlan, base_model_prefix
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.stages import sides_of
@@ -40,24 +41,31 @@ def validate_stages(plan: ModelPlan | CompositePlan, config: Any, num_stages: in
 
 
 def record_stages(plan: ModelPlan | CompositePlan, schedule: Schedule, num_stages: int) -> None:
-    """Records a cut into `num_stages` whose most expensive stage costs least, unless the schedule has a cut already."""
-    model = schedule.model
+    """Records a cut into `num_stages` whose most expensive stage costs least."""
+    ends, beside = stage_ends(plan, schedule.model, num_stages)
+    for path, side in beside.items():
+        schedule[path].replace(BesideLayers(side))
+    for path in ends:
+        schedule[path].cut_pipeline_stage()
+
+
+def stage_ends(
+    plan: ModelPlan | CompositePlan, model: PreTrainedModel, num_stages: int
+) -> tuple[list[str], dict[str, Side]]:
+    """The last layers of all stages but the last, and what the plan says of the modules beside the layers."""
     validate_stages(plan, model.config, num_stages)
-    assert isinstance(plan, ModelPlan) and isinstance(model, PreTrainedModel)
+    assert isinstance(plan, ModelPlan)
     prefix = base_model_prefix(model)
-    for name in plan.before_layers:
-        if schedule.find(prefix + name):
-            schedule[prefix + name].replace(BeforeLayers())
+    modules = dict(model.named_modules())
+    beside = {prefix + name: side for name, side in plan.beside_layers.items() if prefix + name in modules}
     stack = prefix + plan.every_stack()[0].layers
-    layers = model.get_submodule(stack)
-    sides = sides_of(model, stack, [prefix + name for name in plan.before_layers])
     config = plan.every_stack()[0].config_of(model.config)
     outside = {"before": 0.0, "after": 0.0}
-    for path, side in sides.items():
-        outside[side] += _cost_outside(model, model.get_submodule(path), config)
-    costs = [cost(layer, config) for layer in layers.children()]
-    for end in balanced_ends(costs, num_stages, outside["before"], outside["after"]):
-        schedule[f"{stack}.{end}"].cut_pipeline_stage()
+    for path, side in sides_of(model, stack, beside).items():
+        outside[side] += _cost_outside(model, modules[path], config)
+    costs = [cost(layer, config) for layer in modules[stack].children()]
+    ends = balanced_ends(costs, num_stages, outside["before"], outside["after"])
+    return [f"{stack}.{end}" for end in ends], beside
 
 
 def _cost_outside(model: PreTrainedModel, module: nn.Module, config: Any) -> float:

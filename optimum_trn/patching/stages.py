@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +39,11 @@ class StageMap:
         return None
 
 
-def map_stages(model: nn.Module, ends: Sequence[str], before_layers: Sequence[str] = ()) -> StageMap:
+def map_stages(model: Any, ends: Sequence[str], beside_layers: Mapping[str, Side] | None = None) -> StageMap:
     """The stages of a whole model that end after the layers at `ends`.
 
-    Of the modules beside the layers, those that are registered before the layers belong to the first stage, and the
-    others to the last one, except those of `before_layers`.  `UnsupportedModelError` for parameters that belong to no
-    such module.
+    Of the modules beside the layers, those that are used before them belong to the first stage, and the others to the
+    last one.  `UnsupportedModelError` for parameters that belong to no such module.
     """
     stack = ends[0].rpartition(".")[0]
     layers = tuple(f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children())
@@ -53,7 +52,7 @@ def map_stages(model: nn.Module, ends: Sequence[str], before_layers: Sequence[st
     for path in layers:
         modules[path] = stage
         stage += path in ends
-    sides = sides_of(model, stack, before_layers)
+    sides = sides_of(model, stack, beside_layers or {})
     modules |= {path: 0 if side == "before" else stage for path, side in sides.items()}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -69,26 +68,32 @@ def map_stages(model: nn.Module, ends: Sequence[str], before_layers: Sequence[st
     return StageMap(stage + 1, layers, modules, sides, tensors, aliases)
 
 
-def sides_of(model: nn.Module, stack: str, before_layers: Sequence[str] = ()) -> dict[str, Side]:
-    """Which of the modules with parameters beside the layers of a stack are used before, and which after them."""
+def sides_of(model: Any, stack: str, beside_layers: Mapping[str, Side]) -> dict[str, Side]:
+    """Which of the modules with parameters beside the layers of a stack are used before, and which after them.
+
+    Those of `beside_layers` as it says.  Within the base model the others are used in the order in which they are
+    registered; those outside of it are heads.
+    """
     sides: dict[str, Side] = {}
+    outside = True
     parts = stack.split(".")
     for depth, part in enumerate(parts):
         parent_path = ".".join(parts[:depth])
         parent = model.get_submodule(parent_path)
+        outside = outside and parent is not model.base_model
         own = [name for name, _ in parent.named_parameters(recurse=False)]
         if own:
             raise UnsupportedModelError(
                 f"{type(parent).__name__} has the parameters {', '.join(own)} of its own, next to its layers: which "
                 "pipeline stage needs them is unknown. Set pipeline_parallel_size=1 for this model."
             )
-        reached = False
+        side: Side = "after" if outside else "before"
         for name, child in parent.named_children():
             path = f"{parent_path}.{name}" if parent_path else name
             if name == part:
-                reached = True
+                side = "after"
             elif any(True for _ in child.parameters()):
-                sides[path] = "before" if not reached or path in before_layers else "after"
+                sides[path] = beside_layers.get(path, side)
     return sides
 
 

@@ -87,7 +87,11 @@ CASES = {
     "interleaved": (2, dict(pipeline_parallel_size=2, pipeline_schedule="interleaved_1f1b"), {}),
     "zero bubble": (2, dict(pipeline_parallel_size=2, pipeline_schedule="zero_bubble"), {}),
     "recomputed": (2, dict(pipeline_parallel_size=2), dict(recompute=True)),
-    "zero bubble, recomputed": (2, dict(pipeline_parallel_size=2, pipeline_schedule="zero_bubble"), dict(recompute=True)),
+    "zero bubble, recomputed": (
+        2,
+        dict(pipeline_parallel_size=2, pipeline_schedule="zero_bubble"),
+        dict(recompute=True),
+    ),
 }
 FULL_CASES = {
     "tp2 x pp2": (4, dict(tensor_parallel_size=2, pipeline_parallel_size=2), {}),
