@@ -37,7 +37,9 @@ class ParallelConfig:
     With `sequence_parallel`, the tensor-parallel ranks also share the activations between sharded blocks, each holding
     a run of the sequence.  The layers are cut over the pipeline-parallel ranks, which work on the micro-batches of one
     step in the order of `pipeline_schedule`.  The context-parallel ranks hold other tokens of the
-    same sequences.  With `zero_1` the optimizer is cut over the ranks that hold the same weights; with
+    same sequences.  The experts of a mixture are shared out among `expert_parallel_size` neighbours of all ranks that
+    have the same layers: a multiple of the tensor-parallel ones, which have the same tokens.  With `zero_1` the
+    optimizer is cut over the ranks that hold the same weights; with
     `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks ("auto": see
     mics.py).  Raises `MeshError` when a degree is not a positive integer.
 
@@ -50,6 +52,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     pipeline_schedule: ScheduleName = "1f1b"
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     zero_1: bool = True
     mics_partition_size: int | Literal["auto"] | None = None
     activation_checkpointing: str | float | None = None
@@ -70,6 +73,7 @@ class ParallelConfig:
                 f"{self.pipeline_parallel_size} can't be combined yet: set one of them to 1, and use "
                 "tensor_parallel_size or data parallel for the other ranks."
             )
+        self._check_expert_size()
         if self.mics_partition_size is not None:
             self._check_partition_size(self.mics_partition_size)
         if self.pipeline_schedule not in STAGES_PER_RANK:
@@ -145,7 +149,28 @@ class ParallelConfig:
             CONTEXT_AXIS: self.context_parallel_size,
             TENSOR_AXIS: self.tensor_parallel_size,
         }
+        ranks = world_size // self.pipeline_parallel_size
+        if ranks % self.expert_parallel_size:
+            raise MeshError(
+                f"expert_parallel_size {self.expert_parallel_size} does not divide the {ranks} ranks that have the "
+                f"same layers. Choose one of {[size for size in range(1, ranks + 1) if ranks % size == 0]}."
+            )
         return {axis: sizes.get(axis, 1) for axis in AXES}
+
+    def _check_expert_size(self) -> None:
+        size = self.expert_parallel_size
+        if not isinstance(size, int) or size < 1:
+            raise MeshError(f"expert_parallel_size must be a positive integer, not {size!r}.")
+        if size == 1:
+            return
+        if size % self.tensor_parallel_size:
+            raise MeshError(
+                f"expert_parallel_size {size} must be a multiple of tensor_parallel_size {self.tensor_parallel_size}: "
+                "the ranks that have the same tokens hold different experts."
+            )
+        if self.mics_partition_size is not None or self.pipeline_parallel_size > 1:
+            other = "pipeline_parallel_size" if self.mics_partition_size is None else "mics_partition_size"
+            raise MeshError(f"expert_parallel_size {size} can't be combined with {other} yet: leave one of them out.")
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh over all ranks with `AXES` and `VIEWS`, or None in a single process without a process group.
@@ -184,6 +209,15 @@ def _check_recomputation(what: str | float | None) -> None:
             "activation_checkpointing is 'full', 'selective', or the ratio of layers to recompute, above 0 and at most "
             f"1; not {what!r}."
         )
+
+
+def expert_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Another view of a mesh: the ranks that share out the experts ("ep"), and those with the same ("replicas").
+
+    A collective over all ranks.  The ranks of "ep" are neighbours, the tensor-parallel ones first.
+    """
+    ranks = mesh.mesh.reshape(mesh.mesh.shape[0], -1, size)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(PIPELINE_AXIS, "replicas", "ep"))
 
 
 def world_size() -> int:

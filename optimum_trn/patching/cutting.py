@@ -51,7 +51,7 @@ def place_parameters(model: nn.Module, actions: Sequence[Action], num_ranks: int
 def cut(model: nn.Module, actions: Sequence[Action], placements: Mapping[str, Placement], group: RankGroup) -> None:
     """Leaves of the parameters of the actions' modules what this rank holds, and gives the modules their styles."""
     for parameter, placement in _sharded(model, actions, placements):
-        _replace_data(parameter, partial(placement.shard, rank=group.rank))
+        replace_data(parameter, partial(placement.shard, rank=group.rank))
     wrappers = [action for action in actions if isinstance(action.style, Wrapper)]
     for path, style in actions:
         if not isinstance(style, Wrapper):
@@ -69,7 +69,7 @@ def restore(
 ) -> None:
     """Takes back what `cut` did for these actions, with the current full parameters on every rank."""
     for parameter, placement in _sharded(model, actions, placements):
-        _replace_data(parameter, partial(unshard_from_group, placement=placement, group=group))
+        replace_data(parameter, partial(unshard_from_group, placement=placement, group=group))
     for path, style in reversed(actions):
         module = model.get_submodule(path)
         if type(module.__dict__.get("forward")) is RuledForward:
@@ -129,7 +129,7 @@ def _replica_group(
     return groups[partition]
 
 
-def _replace_data(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
+def replace_data(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
     """Gives the same Parameter, and so everything tied to it, other data; a gradient goes along."""
     with torch.no_grad():
         grad, parameter.grad = parameter.grad, None

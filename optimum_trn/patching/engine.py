@@ -18,6 +18,8 @@ from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, wa
 from optimum_trn.patching.context import check_context, share_context, unshare_context
 from optimum_trn.patching.cutting import cut, place_parameters, restore
 from optimum_trn.patching.marks import Tower
+from optimum_trn.patching.expert_parallel import check_experts, share_experts, unshare_experts
+from optimum_trn.patching.expert_styles import CutExperts
 from optimum_trn.patching.outputs import PatchedForward, WholeAttentions, calls_loss_function
 from optimum_trn.patching.pipelining import concerns, cut_stages
 from optimum_trn.patching.recompute import check_recompute, keep_activations, recompute
@@ -44,9 +46,17 @@ def install(
     if shares_context:
         check_context(model)
     check_recompute(model, parallel_config)
-    size = parallel_config.tensor_parallel_size
+    size, expert_size = parallel_config.tensor_parallel_size, parallel_config.expert_parallel_size
+    if expert_size > 1:
+        check_experts(model, expert_size)
+        actions = [action for action in actions if not isinstance(action.style, CutExperts)]
     total_parameters = sum(parameter.numel() for parameter in model.parameters())
     placements = place_parameters(model, actions, size)
+    experts = None
+    if expert_size > 1:
+        assert mesh is not None
+        experts = share_experts(model, mesh, expert_size)
+        placements |= experts.placements
     pipeline = cut_stages(model, actions, parallel_config, mesh)
     if pipeline is not None:
         actions = [action for action in actions if concerns(pipeline, action)]
@@ -70,7 +80,7 @@ def install(
         local_logits=isinstance(model.loss_function, VocabParallelCausalLMLoss),
         whole_towers=whole_towers(model, [path for path, _ in actions]) if actions else {},
     )
-    state = PatchState(parallel_config, mesh, tuple(actions), placements, report, pipeline)
+    state = PatchState(parallel_config, mesh, tuple(actions), placements, report, pipeline, experts)
     setattr(model, STATE_ATTRIBUTE, state)
     if shares_context:
         assert mesh is not None
@@ -92,6 +102,8 @@ def uninstall(model: PreTrainedModel) -> None:
     if state.actions:
         restore(model, state.actions, state.placements, state.tp_group)
         _unpatch_instance(model)
+    if state.experts is not None:
+        unshare_experts(model, state.experts)
     delattr(model, STATE_ATTRIBUTE)
 
 
