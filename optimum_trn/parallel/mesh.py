@@ -45,6 +45,9 @@ class ParallelConfig:
 
     `activation_checkpointing` says what training recomputes in the backward pass instead of keeping it: the layers
     ("full"), the first of them (their ratio, a number of at most 1), or the core of attention ("selective").
+
+    `fuse_qkv` makes queries, keys and values by one product, `fuse_gate_up` gate and up projections of gated MLPs; the
+    weights keep their names and shapes.
     """
 
     tensor_parallel_size: int = 1
@@ -56,6 +59,8 @@ class ParallelConfig:
     zero_1: bool = True
     mics_partition_size: int | Literal["auto"] | None = None
     activation_checkpointing: str | float | None = None
+    fuse_qkv: bool = False
+    fuse_gate_up: bool = False
 
     def __post_init__(self) -> None:
         _check_recomputation(self.activation_checkpointing)
@@ -74,6 +79,11 @@ class ParallelConfig:
                 "tensor_parallel_size or data parallel for the other ranks."
             )
         self._check_expert_size()
+        if self.mics_partition_size is not None and (self.fuse_qkv or self.fuse_gate_up):
+            raise MeshError(
+                "fuse_qkv and fuse_gate_up keep weights together that mics_partition_size takes apart one by one: leave "
+                "one of them out."
+            )
         if self.mics_partition_size is not None:
             self._check_partition_size(self.mics_partition_size)
         if self.pipeline_schedule not in STAGES_PER_RANK:

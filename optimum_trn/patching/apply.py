@@ -7,9 +7,10 @@ from transformers import PreTrainedModel
 
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
-from optimum_trn.patching.adapters import adapters_aside
+from optimum_trn.patching.adapters import adapters_aside, has_adapters
 from optimum_trn.patching.composite import plan_for
 from optimum_trn.patching.engine import install, uninstall
+from optimum_trn.patching.fusion import record_fusion
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.stage_plan import record_stages, validate_stages
 from optimum_trn.patching.state import PatchReport, state_of, with_unproven
@@ -37,12 +38,17 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
             f"pipeline_parallel_size is {parallel_config.pipeline_parallel_size}, but the mesh has "
             f"{pipeline_size(mesh)} such ranks."
         )
-    if size == 1 and stages == 1:
+    fuses = parallel_config.fuse_qkv or parallel_config.fuse_gate_up
+    if size == 1 and stages == 1 and not fuses:
         return install(model, (), parallel_config, mesh).report
-    assert mesh is not None
     plan = plan_for(model.config, type(model))
     plan.validate(model.config, size)
     validate_stages(plan, model.config, stages)
+    if stages > 1 and has_adapters(model):
+        raise PlanError(
+            f"pipeline_parallel_size={parallel_config.pipeline_parallel_size}: adapters of PEFT stay whole. Use "
+            " tensor_parallel_size or data parallel for them."
+        )
     try:
         with adapters_aside(model):
             schedule = Schedule(model, mesh, parallel_config)
@@ -52,6 +58,8 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
                 record_stages(plan, schedule, stages)
             if parallel_config.sequence_parallel:
                 plan.record_sequence(schedule)
+            if fuses:
+                record_fusion(plan, schedule, parallel_config)
             schedule.apply()
             return with_unproven(model, plan.unproven)
     except PlanError:

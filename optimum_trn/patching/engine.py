@@ -27,6 +27,7 @@ from optimum_trn.patching.resize import ResizeTokenEmbeddings
 from optimum_trn.patching.sequence import sequence_of
 from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchReport, PatchState, state_of, whole_towers
 from optimum_trn.patching.styles import Action
+from optimum_trn.patching.wrappers import Wrapper
 
 
 def install(
@@ -60,7 +61,10 @@ def install(
     pipeline = cut_stages(model, actions, parallel_config, mesh)
     if pipeline is not None:
         actions = [action for action in actions if concerns(pipeline, action)]
-    if actions:
+    if actions and all(isinstance(style, Wrapper) for _, style in actions) and size == 1:
+        for path, style in actions:
+            style.apply(model.get_submodule(path), None)  # type: ignore[arg-type]
+    elif actions:
         assert mesh is not None
         group = RankGroup(mesh.get_group(TENSOR_AXIS))
         cut(model, actions, placements, group)
@@ -101,6 +105,7 @@ def uninstall(model: PreTrainedModel) -> None:
         unshare_context(model)
     if state.actions:
         restore(model, state.actions, state.placements, state.tp_group)
+    if isinstance(model.__dict__.get("forward"), PatchedForward):
         _unpatch_instance(model)
     if state.experts is not None:
         unshare_experts(model, state.experts)

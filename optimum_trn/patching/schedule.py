@@ -106,11 +106,11 @@ class Schedule:
     `config` says what the steps do not: the degrees are those of `mesh`.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, config: ParallelConfig | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, config: ParallelConfig | None = None) -> None:
         self.model = model
         self.mesh = mesh
         self.config = config or ParallelConfig()
-        self.num_ranks = mesh[TENSOR_AXIS].size()
+        self.num_ranks = 1 if mesh is None else mesh[TENSOR_AXIS].size()
         self.journal: list[Step] = []
         names = (name for name, _ in model.named_modules(remove_duplicate=False))
         self._positions = {name: position for position, name in enumerate(names)}
@@ -239,6 +239,7 @@ class Schedule:
         The model stays as it is.  All ranks must call it, with equal weights and batches.  `PlanError` if anything
         differs; see `optimum_trn.patching.verify`.
         """
+        assert self.mesh is not None, "without a mesh there is nothing to compare"
         return verify(self.model, self.check(), self._parallel_config, self.mesh, batch, seed)
 
     def autotune(
@@ -264,6 +265,7 @@ class Schedule:
                 score = -torch.inf
             finally:
                 uninstall(self.model)
+            assert self.mesh is not None, "without a mesh there is no lowest score of several"
             worst = torch.tensor(score, dtype=torch.float32, device=self.mesh.device_type)
             dist.all_reduce(worst, op=dist.ReduceOp.MIN)
             return None if worst == -torch.inf else worst.item()

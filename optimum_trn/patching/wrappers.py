@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from optimum_trn.errors import PlanError
+from optimum_trn.parallel.fused import fused_linear
 from optimum_trn.parallel.linear import RowParallelLinear
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.random import rank_random
@@ -203,10 +203,10 @@ class FusedProduct:
         first: Any = self.members[0].module
         if getattr(first, "copies_input", False):
             input = first.group.enter(input)
-        weights = [weight for member in self.members if (weight := member.parameter("weight")) is not None]
-        biases = [bias for member in self.members if (bias := member.parameter("bias")) is not None]
-        output = F.linear(input, torch.cat(weights), torch.cat(biases) if biases else None)
-        return list(output.split([weight.shape[0] for weight in weights], dim=-1))
+        names = [name for name in ("weight", "bias") if first._parameters[name] is not None]
+        parameters = [[member.module.get_parameter(name) for member in self.members] for name in names]
+        through = [[member.parameter(name) for member in self.members] for name in names]
+        return [*fused_linear(input, parameters, through)]  # type: ignore[arg-type]
 
 
 class FusedForward(WrappingForward):
@@ -223,9 +223,9 @@ class FusedForward(WrappingForward):
 
 @dataclass(frozen=True)
 class Fused(Wrapper):
-    """A module whose named linears, which read the same input, make one product; their parameters stay separate.
+    """A module whose named linears, which read the same input, make one product.
 
-    The weights are concatenated in every pass, which moves each of them once more than separate products do.
+    Their parameters stay what they are, by name and shape, but lie in one piece of memory.
     """
 
     linears: tuple[str, ...]

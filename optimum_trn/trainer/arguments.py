@@ -79,6 +79,15 @@ class NeuronTrainingArguments(TrainingArguments):
         },
     )
 
+    fuse_qkv: bool = field(
+        default=False,
+        metadata={"help": "Whether one product makes queries, keys and values, where these have separate weights."},
+    )
+    fuse_gate_up: bool = field(
+        default=False,
+        metadata={"help": "Whether one product makes gate and up projections, where these have separate weights."},
+    )
+
     def __post_init__(self) -> None:
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,11 +88,12 @@ def deviation(
     max_norm: float = 0.5,
     after_patching=lambda model: None,
     sequence_parallel: bool = False,
+    **fields: Any,
 ) -> Deviation:
     """Trains `model` patched and a copy of it stock; the copy stays on the CPU."""
     reference = copy.deepcopy(model).train()
     batches = micro_batches(model)
-    patch_model(model, ParallelConfig(tensor_parallel_size, sequence_parallel=sequence_parallel))
+    patch_model(model, ParallelConfig(tensor_parallel_size, sequence_parallel=sequence_parallel, **fields))
     model.to(local_device()).train()
     after_patching(model)
     state = state_of(model)

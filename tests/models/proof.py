@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
+from optimum_trn.errors import PlanError
 from optimum_trn.parallel import ParallelConfig, grad_norm
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.patching import patch_model, state_of
@@ -69,6 +74,114 @@ def main_kind(model_type: str) -> str:
     return kinds(model_type)[:2][-1]
 
 
+@dataclass
+class Expected:
+    """What the stock model computes, which the patched ones are held to: computed once, on the first rank.
+
+    `gradients` are None where a parameter gets none; `outputs` are those of evaluation with eager attention.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    gradients: dict[str, Tensor | None]
+    input_gradients: dict[str, Tensor | None]
+    outputs: dict[str, Tensor]
+    options: dict[str, bool]
+
+    @classmethod
+    def of(cls, stock: PreTrainedModel, inputs: dict[str, Any]) -> Expected:
+        """Of a model in training mode, which is left in evaluation."""
+        loss = loss_of(stock.train()(**inputs))
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+        norm = torch.nn.utils.get_total_norm([grad for grad in gradients.values() if grad is not None])
+        evaluate(stock)
+        options = dict(output_hidden_states=True, output_attentions=True)
+        with torch.no_grad():
+            try:
+                outputs = tensors(stock(**without_labels(inputs), **options))
+            except TypeError:
+                options = {}
+                outputs = tensors(stock(**without_labels(inputs)))
+        input_gradients = {name: leaf.grad for name, leaf in leaves(inputs).items()}
+        return cls(loss.detach(), norm, gradients, input_gradients, outputs, options)
+
+
+def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of an evaluation."""
+    return {name: value for name, value in inputs.items() if "label" not in name and "positions" not in name}
+
+
+def evaluate(model: PreTrainedModel) -> None:
+    """Evaluation with the attention that gives its weights, if the model has it."""
+    model.eval()
+    try:
+        model.set_attn_implementation("eager")
+    except (ValueError, NotImplementedError):
+        pass
+
+
+class Proof:
+    """One class of a model type, and what its stock self computes, to be compared with any layout of it."""
+
+    def __init__(self, model_type: str, kind: str | None = None, **overrides: Any) -> None:
+        self.kind = kind or main_kind(model_type)
+        self.is_main = self.kind == main_kind(model_type)
+        self.stock = tiny_class(model_type, self.kind, **overrides)
+        self.inputs = class_batch(self.stock, self.kind)
+        expected: list[Any] = [None]
+        if dist.get_rank() == 0:
+            with KeepFloat64():
+                expected[0] = Expected.of(copy.deepcopy(self.stock), self.inputs)
+        dist.broadcast_object_list(expected, src=0)
+        self.expected: Expected = expected[0]
+
+    def of(self, config: ParallelConfig, mesh: DeviceMesh, control: bool = False) -> dict[str, Any]:
+        """Largest relative error of loss, gradient norm, every gradient and every output, and where it is.
+
+        `sharded` is the fraction of parameters that is local, and `control` what a lost partial sum of each row-wise
+        layer changes at least, if it is asked for; once a family is enough, since all its classes have the same layers.
+        """
+        expected, errors = self.expected, {}
+        patched = copy.deepcopy(self.stock)
+        report = patch_model(patched, config, mesh)
+        patched.to(local_device())
+        state = state_of(patched)
+        assert state is not None
+        inputs = {name: to_device(value) for name, value in self.inputs.items()}
+        with KeepFloat64():
+            loss = loss_of(patched.train()(**inputs))
+            loss.backward()
+            errors["loss"] = relative(loss, expected.loss)
+            for name, gradient in expected.gradients.items():
+                grad = patched.get_parameter(name).grad
+                assert (grad is None) == (gradient is None), name
+                if grad is not None and gradient is not None:
+                    whole = unshard_from_group(grad, state.placements[name], state.tp_group)
+                    errors[f"gradient of {name}"] = relative(whole, gradient)
+            for name, gradient in expected.input_gradients.items():
+                errors[f"gradient of input {name}"] = relative(leaves(inputs)[name].grad, gradient)
+            norm = grad_norm(patched.named_parameters(), state.placements, state.tp_group)
+            errors["norm"] = relative(norm, expected.norm)
+            evaluate(patched)
+            inputs = {name: to_device(value) for name, value in without_labels(self.inputs).items()}
+            with torch.no_grad():
+                outputs = tensors(patched(**inputs, **expected.options))
+            assert outputs.keys() == expected.outputs.keys()
+            for name, value in expected.outputs.items():
+                assert outputs[name].shape == value.shape, (name, outputs[name].shape, value.shape)
+                errors[f"output {name}"] = relative(outputs[name], value)
+            lost = lost_sums(patched, inputs, outputs) if control and self.is_main else float("nan")
+        worst = max(errors, key=errors.get)  # type: ignore[arg-type]
+        return {
+            "error": errors[worst],
+            "worst": worst,
+            "control": lost,
+            "sharded": report.local_parameters / report.total_parameters,
+            "outputs": len(expected.outputs),
+        }
+
+
 def proof(
     rank: int,
     world_size: int,
@@ -77,69 +190,10 @@ def proof(
     tensor_parallel_size: int,
     sequence_parallel: bool = False,
     **overrides: Any,
-) -> dict[str, float]:
-    """Largest relative errors of loss, gradient norm, every gradient and every output; `control` is what a lost
-    partial sum of each row-wise layer changes at least, and `sharded` the fraction of parameters that is local."""
-    kind = kind or main_kind(model_type)
-    stock = tiny_class(model_type, kind, **overrides)
-    patched = copy.deepcopy(stock)
-    report = patch_model(patched, ParallelConfig(tensor_parallel_size, sequence_parallel))
-    patched.to(local_device())
-    state = state_of(patched)
-    assert state is not None
-    inputs = class_batch(stock, kind)
-    local_inputs = {name: to_device(value) for name, value in inputs.items()}
-    errors: dict[str, float] = {}
-    with KeepFloat64():
-        expected_loss = loss_of(stock.train()(**inputs))
-        loss = loss_of(patched.train()(**local_inputs))
-        expected_loss.backward()
-        loss.backward()
-        errors["loss"] = relative(loss, expected_loss)
-        for name, expected in stock.named_parameters():
-            grad = patched.get_parameter(name).grad
-            assert (grad is None) == (expected.grad is None), name
-            if grad is not None:
-                whole = unshard_from_group(grad, state.placements[name], state.tp_group)
-                errors[f"gradient of {name}"] = relative(whole, expected.grad)
-        for name, expected in leaves(inputs).items():
-            errors[f"gradient of input {name}"] = relative(leaves(local_inputs)[name].grad, expected.grad)
-        norm = grad_norm(patched.named_parameters(), state.placements, state.tp_group)
-        grads = [parameter.grad for parameter in stock.parameters() if parameter.grad is not None]
-        errors["norm"] = relative(norm, torch.nn.utils.get_total_norm(grads))
-
-        inputs = {name: value for name, value in inputs.items() if "label" not in name and "positions" not in name}
-        local_inputs = {name: to_device(value) for name, value in inputs.items()}
-        for model in (stock, patched):
-            model.eval()
-            try:
-                model.set_attn_implementation("eager")
-            except (ValueError, NotImplementedError):
-                pass
-        options = dict(output_hidden_states=True, output_attentions=True)
-        try:
-            with torch.no_grad():
-                expected_outputs = tensors(stock(**inputs, **options))
-        except TypeError:
-            options = {}
-            with torch.no_grad():
-                expected_outputs = tensors(stock(**inputs))
-        with torch.no_grad():
-            outputs = tensors(patched(**local_inputs, **options))
-        assert outputs.keys() == expected_outputs.keys()
-        for name, expected in expected_outputs.items():
-            assert outputs[name].shape == expected.shape, (name, outputs[name].shape, expected.shape)
-            errors[f"output {name}"] = relative(outputs[name], expected)
-        # Once a family is enough: the other classes have the same layers.
-        control = lost_sums(patched, local_inputs, outputs) if kind == main_kind(model_type) else float("nan")
-    worst = max(errors, key=errors.get)  # type: ignore[arg-type]
-    return {
-        "error": errors[worst],
-        "worst": worst,
-        "control": control,
-        "sharded": report.local_parameters / report.total_parameters,
-        "outputs": len(expected_outputs),
-    }
+) -> dict[str, Any]:
+    """The proof of one class at one layout, with its negative control."""
+    config = ParallelConfig(tensor_parallel_size, sequence_parallel)
+    return Proof(model_type, kind, **overrides).of(config, config.build_mesh(), control=True)
 
 
 @torch.no_grad()
@@ -163,8 +217,29 @@ def lost_sums(patched: Any, inputs: dict[str, Any], outputs: dict[str, Tensor]) 
 
 def proofs(
     rank: int, world_size: int, model_type: str, tensor_parallel_size: int, **overrides: Any
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """The proof of every class of a model type."""
-    return {
-        kind: proof(rank, world_size, model_type, kind, tensor_parallel_size, **overrides) for kind in kinds(model_type)
-    }
+    config = ParallelConfig(tensor_parallel_size)
+    mesh = config.build_mesh()
+    return {kind: Proof(model_type, kind, **overrides).of(config, mesh, control=True) for kind in kinds(model_type)}
+
+
+def layouts(rank: int, world_size: int, model_types: list[str], every_class: bool) -> dict[str, dict[str, Any]]:
+    """By type, class and layout: proofs of several types over all ranks, without and with sequence parallelism.
+
+    Of each type the main class, or `every_class`; sequence parallelism of the main class only, or why it is refused.
+    """
+    whole, shared = ParallelConfig(world_size), ParallelConfig(world_size, sequence_parallel=True)
+    mesh = whole.build_mesh()
+    results: dict[str, dict[str, Any]] = {}
+    for model_type in model_types:
+        for kind in kinds(model_type) if every_class else [main_kind(model_type)]:
+            one = Proof(model_type, kind)
+            results[f"{model_type} {kind}"] = one.of(whole, mesh, control=world_size == 2)
+            if one.is_main:
+                try:
+                    results[f"{model_type} {kind} sequence"] = one.of(shared, mesh)
+                except PlanError as error:
+                    results[f"{model_type} {kind} sequence"] = {"refused": str(error)}
+        gc.collect()
+    return results
