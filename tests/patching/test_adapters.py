@@ -290,6 +290,29 @@ def test_dropout_before_an_adapter_drops_the_same_where_its_input_is_the_same(
     assert torch.equal(after, after_too)
 
 
+def recomputed(rank, world_size, sequence_parallel):
+    options = dict(target_modules=list(LLAMA), lora_dropout=0.5)
+    mine, theirs = pair("llama", "causal", options, dict(attention_dropout=0.5), sequence_parallel=sequence_parallel)
+    inputs = on_device(class_batch(theirs.get_base_model(), "causal"))
+    gradients = []
+    for recompute in (False, True):
+        if recompute:
+            mine.gradient_checkpointing_enable()
+        mine.zero_grad()
+        torch.manual_seed(1)
+        mine.train()(**inputs).loss.backward()
+        gradients.append([p.grad.clone() for p in mine.parameters() if p.requires_grad])
+    return [error(b.cpu(), a.cpu()) for a, b in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "device, sequence_parallel", [("neuron", False), pytest.param("cpu", True, marks=pytest.mark.full)]
+)
+def test_recomputed_adapters_drop_the_same(device, sequence_parallel):
+    for found in run_ranks(recomputed, 2, sequence_parallel, device=device, environment=FLOAT64):
+        assert max(found) < EXACT
+
+
 def refusals(rank, world_size, directory):
     model = tiny_class("llama", "causal", torch.float32)
     patch_model(model, ParallelConfig(world_size))

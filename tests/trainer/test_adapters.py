@@ -27,7 +27,7 @@ def adapted(model, seed=3, **options):
     return get_peft_model(model, LoraConfig(**options))
 
 
-def sharded(rank, world_size, directory, patched_first):
+def sharded(rank, world_size, directory, patched_first, options):
     if patched_first:
         stock = scenario.llama()
         patch_model(stock, ParallelConfig(2))
@@ -35,16 +35,34 @@ def sharded(rank, world_size, directory, patched_first):
     else:
         model = adapted(scenario.llama(), seed=rank + 3)  # nobody promised equal generators: rank 0's values count
     result = scenario.run(
-        NeuronTrainer, NeuronTrainingArguments, directory, model=model, tensor_parallel_size=2, **ROWS
+        NeuronTrainer,
+        NeuronTrainingArguments,
+        directory,
+        model=model,
+        tensor_parallel_size=2,
+        **{**ROWS, **options},
     )
     return result, model.get_nb_trainable_parameters()
 
 
-@pytest.mark.parametrize("patched_first", [pytest.param(True, marks=pytest.mark.full), False])
-def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, patched_first):
+@pytest.mark.parametrize(
+    "world_size, patched_first, options, own",
+    [
+        pytest.param(2, True, {}, {}, marks=pytest.mark.full),
+        pytest.param(2, False, {}, {}),
+        # Recomputation in frozen layers, on two copies of the model that share each row of sequences.
+        pytest.param(4, False, {"gradient_checkpointing": True}, {"sequence_parallel": True}, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, world_size, patched_first, options, own):
     theirs = adapted(scenario.llama())
-    stock = scenario.run(Trainer, TrainingArguments, str(tmp_path / "stock"), model=theirs, use_cpu=True, **ROWS)
-    for result, counts in run_ranks(sharded, 2, str(tmp_path / "ours"), patched_first, device="neuron", timeout=180):
+    rows = {} if world_size == 2 else {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    options = {**options, **({} if world_size == 2 else {"train_rows": 8})}
+    stock = scenario.run(
+        Trainer, TrainingArguments, str(tmp_path / "stock"), model=theirs, use_cpu=True, **{**ROWS, **rows, **options}
+    )
+    arguments = str(tmp_path / "ours"), patched_first, {**options, **own}
+    for result, counts in run_ranks(sharded, world_size, *arguments, device="neuron", timeout=180):
         assert_same(result, stock)
         assert counts == theirs.get_nb_trainable_parameters()
     ours, expected = (
