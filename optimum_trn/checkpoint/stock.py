@@ -63,7 +63,9 @@ def from_pretrained(auto_class: type[AutoModel], load: ShardedLoad, name: Any, *
         raise CheckpointError(f"A weight file of {name} is cut short or damaged ({error}). Get it again.") from error
     model = result[0] if isinstance(result, tuple) else result
     if load.shards and model.__dict__.get("_hf_peft_config_loaded"):
-        raise UnsupportedModelError(f"{name} is an adapter. Load its base model; adapters cannot be sharded yet.")
+        raise UnsupportedModelError(
+            f"{name} is an adapter. Load its base model, and then peft.PeftModel.from_pretrained(model, {name!r})."
+        )
     _accept_remote_code(load, model)
     return result
 
