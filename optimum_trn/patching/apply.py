@@ -46,8 +46,8 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     validate_stages(plan, model.config, stages)
     if stages > 1 and has_adapters(model):
         raise PlanError(
-            f"pipeline_parallel_size={parallel_config.pipeline_parallel_size}: adapters of PEFT stay whole. Use "
-            " tensor_parallel_size or data parallel for them."
+            f"pipeline_parallel_size={parallel_config.pipeline_parallel_size}: adapters of PEFT are not cut. "
+            "Use tensor_parallel_size or data parallel for them."
         )
     try:
         with adapters_aside(model):

@@ -107,6 +107,8 @@ def uninstall(model: PreTrainedModel) -> None:
         restore(model, state.actions, state.placements, state.tp_group)
     if isinstance(model.__dict__.get("forward"), PatchedForward):
         _unpatch_instance(model)
+    if state.pipeline is not None:
+        state.pipeline.staged.restore()
     if state.experts is not None:
         unshare_experts(model, state.experts)
     delattr(model, STATE_ATTRIBUTE)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from optimum_trn.errors import UnsupportedModelError
 from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.parallel.random import rank_random
 from optimum_trn.patching.elsewhere import Elsewhere, HandOver, Passage, PassingLayer, ShapeOnly, Side, on_meta
 
 
@@ -109,6 +113,7 @@ class StagedModel:
         self.own = list(range(group.rank, stages.num_stages, group.size))
         self.elsewhere: dict[str, Elsewhere] = {}
         self.local: dict[str, nn.Module] = {}
+        self._hooks: list[RemovableHandle] = []
         for path, stage in stages.modules.items():
             module = model.get_submodule(path)
             if stage in self.own:
@@ -124,7 +129,8 @@ class StagedModel:
                 self._put(path, self.elsewhere[path])
         for stage in self.own[: len(self.own) - self.is_last]:
             last = [path for path in stages.layers if stages.modules[path] == stage][-1]
-            self.local[last].register_forward_hook(HandOver(self.passage, stage, lambda: self.running))
+            hook = HandOver(self.passage, stage, lambda: self.running)
+            self._hooks.append(self.local[last].register_forward_hook(hook))
         self._stock_ties = model.all_tied_weights_keys
         model.all_tied_weights_keys = {
             target: source for target, source in self._stock_ties.items() if self.holds(target) and self.holds(source)
@@ -204,11 +210,33 @@ class StagedModel:
             self.passage.received, self.passage.sent, self.passage.phase = received, None, "before"
             self.running = stage
             try:
-                result = call()
+                with self._random():
+                    result = call()
                 return result if stage == self.stages.num_stages - 1 else self.passage.sent
             finally:
                 self.running = None
                 self.passage.received, self.passage.sent, self.passage.phase = None, None, "idle"
+
+    def _random(self) -> AbstractContextManager[None]:
+        """In training, layers of different stages draw different random numbers, as layers of one process do."""
+        if not (self.model.training and torch.is_grad_enabled()):
+            return nullcontext()
+        return rank_random(self.group, next(self.model.parameters()).device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Makes the model whole again, with the current weights of all stages; a collective over the pipeline."""
+        device = next(self.model.parameters()).device
+        for hook in self._hooks:
+            hook.remove()
+        for path, stage in self.stages.modules.items():
+            if path not in self.local:
+                self._put(path, self.elsewhere[path].stock.to_empty(device=device))
+            module = self.model.get_submodule(path)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor, group=self.group.process_group, group_src=stage % self.group.size)
+        self.model.all_tied_weights_keys = self._stock_ties
+        self.model.tie_weights()
 
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:

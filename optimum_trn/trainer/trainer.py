@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ class NeuronTrainer(Trainer):
         with self.accelerator.no_sync(model):
             loss = self.micro_batches.next_loss(pipeline, inputs, self._prepare_inputs, compute_loss)
         if not self.micro_batches.losses:
-            self.accelerator.reduce_gradients()
+            self.accelerator.reduce_gradients()  # type: ignore[attr-defined]
         return loss
 
     # ---- Evaluation -------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ class NeuronTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         step = super().prediction_step
 
-        def compute(batch: dict[str, Any]) -> tuple[Tensor | None, Any, Any]:
+        def compute(batch: Mapping[str, Any]) -> tuple[Tensor | None, Any, Any]:
             return step(model, dict(batch), prediction_loss_only, ignore_keys)
 
         result: tuple[Tensor | None, Any, Any] = pipeline.evaluate(self._prepare_inputs(inputs), compute)

@@ -5,12 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from optimum_trn import NeuronModelForCausalLM
+from optimum_trn.errors import MeshError, PlanError, UnsupportedModelError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.schedules import in_flight_bound
-from optimum_trn.patching import patch_model, pipeline_of, state_of
+from optimum_trn.patching import Schedule, patch_model, pipeline_of, state_of, unpatch_model
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
+from tests.models.families import tiny_class
 from tests.models.tiny import KeepFloat64
 from tests.trainer.scenario import llama, rows
 
@@ -150,3 +153,86 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name):
 @pytest.mark.parametrize("name", FULL_CASES)
 def test_more_combinations(name, tied):
     compare(name, tied)
+
+
+def taken_back(rank, world_size, schedule, tensor_parallel_size):
+    """The weights of a model that was cut and made whole again after a change on every stage."""
+    device = local_device()
+    model = llama(num_hidden_layers=4, tie_word_embeddings=True).to(device)
+    config = ParallelConfig(tensor_parallel_size, pipeline_parallel_size=2, pipeline_schedule=schedule)
+    patch_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    unpatch_model(model)
+    model.tie_weights()
+    batch = {name: value.to(device) for name, value in batches(3)[0].items()}
+    return {name: value.cpu() for name, value in model.state_dict().items()}, model(**batch).loss.item()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule"), [(2, "1f1b"), pytest.param(4, "interleaved_1f1b", marks=pytest.mark.full)]
+)
+def test_unpatching_makes_the_model_whole_on_every_rank(world_size, schedule):
+    expected = {
+        name: 2 * value for name, value in llama(num_hidden_layers=4, tie_word_embeddings=True).state_dict().items()
+    }
+    for weights, _ in run_ranks(taken_back, world_size, schedule, world_size // 2):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+
+
+def refusals(rank, world_size):
+    """What is said to mistakes, on every rank."""
+    mesh = ParallelConfig(pipeline_parallel_size=2).build_mesh()
+    said = []
+
+    def expect(error, call):
+        with pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value))
+
+    expect(PlanError, lambda: NeuronModelForCausalLM.from_config(llama(num_hidden_layers=1).config, CONFIG))
+    expect(
+        PlanError, lambda: patch_model(llama(), ParallelConfig(pipeline_parallel_size=2, pipeline_schedule=INTERLEAVED))
+    )
+    expect(MeshError, lambda: ParallelConfig(pipeline_parallel_size=2, pipeline_schedule="2f2b"))
+    expect(UnsupportedModelError, lambda: patch_model(tiny_class("albert", "masked"), CONFIG, mesh))
+    expect(PlanError, lambda: patch_model(llama(output_hidden_states=True), CONFIG, mesh))
+    expect(PlanError, lambda: Schedule(llama(num_hidden_layers=3), mesh)["model.layers.*"].schedule.apply())
+    model = llama()
+    patch_model(model, CONFIG, mesh)
+    expect(PlanError, lambda: model(**batches(3)[0]))
+    return said
+
+
+CONFIG = ParallelConfig(pipeline_parallel_size=2)
+INTERLEAVED = "interleaved_1f1b"
+
+
+def test_mistakes_are_refused_with_numbers():
+    first, second = run_ranks(refusals, 2, device="cpu")
+    assert first == second
+    layers, interleaved, schedule, shared, hidden, cuts, alone = first
+    assert "1 layers cannot make 2 pipeline stages" in layers
+    assert "2 layers cannot make 4 pipeline stages" in interleaved
+    assert "one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '2f2b'" in schedule
+    assert "albert uses the same weights in several layers" in shared
+    assert "output_hidden_states=True asks for a result of every layer" in hidden
+    assert "cuts 1 pipeline stages, but pipeline_schedule '1f1b' runs 2 on 2 ranks" in cuts
+    assert "only a stage of the model" in alone
+
+
+def chosen_cut(rank, world_size):
+    mesh = CONFIG.build_mesh()
+    model = llama(num_hidden_layers=4)
+    schedule = Schedule(model, mesh, CONFIG)
+    schedule["model.layers.0"].cut_pipeline_stage()
+    schedule.apply()
+    return [name for name, _ in model.named_parameters() if "input_layernorm" in name]
+
+
+def test_a_schedule_may_say_where_to_cut():
+    first, second = run_ranks(chosen_cut, 2, device="cpu")
+    assert [len(first), len(second)] == [1, 3]
