@@ -73,7 +73,7 @@ class NeuronModel:
     @staticmethod
     def _load(parallel_config: ParallelConfig | None) -> ShardedLoad:
         parallel_config = parallel_config or ParallelConfig()
-        mesh = parallel_config.build_mesh() if parallel_config.ranks_per_copy > 1 else None
+        mesh = parallel_config.build_mesh() if parallel_config.shares_model else None
         return ShardedLoad(parallel_config, mesh, local_device())
 
     @staticmethod

@@ -44,7 +44,7 @@ class ShardedLoad:
     @property
     def shards(self) -> bool:
         """Whether the model is cut at all."""
-        return self.parallel_config.ranks_per_copy > 1
+        return self.parallel_config.shares_model
 
     def validate(self, config: Any, model_class: type[PreTrainedModel]) -> None:
         """Raise `UnsupportedModelError` or `PlanError`, before anything is read, if the layout does not suit."""
@@ -111,7 +111,7 @@ class ShardedLoad:
         state = state_of(model)
         if state is None or name not in state.placements:
             return Placement.replicate(shape, self.parallel_config.tensor_parallel_size), 0
-        return state.placements[name], state.tp_rank
+        return state.placements[name], state.rank_of(name)
 
     def shared_generator(self) -> _SharedGenerator:
         """While active, the CPU generator is where rank 0's was when the load began."""

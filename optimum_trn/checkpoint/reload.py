@@ -44,7 +44,7 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
                     f"{name} has shape {tuple(shape)} in {directory} and {placement.global_shape} in the model: it "
                     f"holds the weights of another model."
                 )
-            rank = state.tp_rank if state is not None else 0
+            rank = state.rank_of(name) if state is not None else 0
             slices.append((tensor, LocalSlice(sources[name], placement, rank, tensor.device, tensor.dtype)))
     for tensor, local in slices:
         copy_whole(tensor, local[...])

@@ -110,10 +110,10 @@ class FileLayout:
         self.tensors: dict[str, LazyTensor] = {}
         for name, tensor in whole_model.items():
             placement = state.placements.get(name) or Placement.replicate(tensor.shape, 1)
-            expected = placement.local_shape(state.tp_rank)
+            expected = placement.local_shape(state.rank_of(name))
             if (staged is None or staged.holds(name)) and tuple(tensor.shape) != expected:
                 raise CheckpointError(f"{name} has the shape {tuple(tensor.shape)} where this rank holds {expected}.")
-            self.tensors[name] = Gathered(tensor, placement, state.tp_group)
+            self.tensors[name] = Gathered(tensor, placement, state.group_of(name))
             if staged is not None:
                 owner, stages = staged.rank_of(name), staged.group.process_group
                 self.tensors[name] = OfStage(self.tensors[name], owner, stages, model.device)

@@ -125,6 +125,16 @@ class ParallelConfig:
         """How many ranks share one copy of the model."""
         return math.prod(self.model_degrees.values())
 
+    @property
+    def shares_model(self) -> bool:
+        """Whether there is anything of a model that a rank leaves to another."""
+        return self.ranks_per_copy > 1 or self.expert_parallel_size > 1
+
+    @property
+    def cuts_optimizer(self) -> bool:
+        """Whether ranks that see other data have other optimizer states, by ZeRO-1 or by their experts."""
+        return self.zero_1 or self.expert_parallel_size > 1
+
     def data_parallel_size(self, world_size: int) -> int:
         """How many copies of the model `world_size` ranks hold; `MeshError` if the degrees do not divide it."""
         ranks = self.ranks_per_copy

@@ -7,7 +7,7 @@ stage 1: gradients are reduce-scattered, each rank updates its own part of the w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
     its gradients accumulate and are reduced in float32. Parts of other parameters share their memory.
 
     `parameters` are those of the model, by name: all that require a gradient, and all that the optimizer holds. Their
-    gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them.
+    gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them. `others`, such as experts,
+    are cut over the ranks of a group of their own, and have a reducer of their own in `reducers`.
     Raises ValueError for an optimizer that needs all parameters at once, by its name.
     """
 
@@ -51,12 +52,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup,
         divisor: int,
         bucket_bytes: int = BUCKET_BYTES,
+        others: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup]] = (),
     ) -> None:
         # Not Optimizer.__init__: groups, states and defaults are those of the wrapped one.
         self.optimizer = optimizer
-        self.parameters = dict(parameters)
-        self.group = group
-        granularity = granularity_of(optimizer) if dist.get_world_size(group) > 1 else Granularity.ELEMENT
+        self.parameters = {**parameters, **{name: p for more, _ in others for name, p in more.items()}}
+        families = [(parameters, group), *others]
+        is_cut = any(dist.get_world_size(ranks) > 1 for _, ranks in families)
+        granularity = granularity_of(optimizer) if is_cut else Granularity.ELEMENT
         if granularity is Granularity.MODEL:
             raise ValueError(
                 f"{type(optimizer).__name__} can't be sharded over data-parallel ranks: it updates a parameter by what "
@@ -64,14 +67,17 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 "optimizer on every rank."
             )
         whole = granularity is Granularity.PARAMETER
-        layout: Layout = ByParameters() if whole else by_elements
         for parameter in self.parameters.values():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
             if parameter.dtype in LOW_PRECISION and parameter.grad is None:
                 parameter.grad_dtype = torch.float32
-        buckets = make_buckets(self.parameters, dist.get_world_size(group), layout, bucket_bytes)
-        self.reducer = Scattered(self.parameters, group, divisor, buckets)
+        self.reducers = []
+        for family, ranks in families:
+            layout: Layout = ByParameters() if whole else by_elements
+            buckets = make_buckets(family, dist.get_world_size(ranks), layout, bucket_bytes)
+            self.reducers.append(Scattered(family, ranks, divisor, buckets))
+        self.reducer = self.reducers[0]
         self.parts: dict[Span, nn.Parameter] = {}
         self._versions: dict[str, int] = {}
         self._take_parts(whole)
@@ -80,8 +86,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
         """Put this rank's parts in the optimizer's groups where the parameters are, and cut their states."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         own: dict[str, list[Span]] = defaultdict(list)
-        for span in spans_of(self.reducer.buckets, self.reducer.rank):
-            own[span.name].append(span)
+        for reducer in self.reducers:
+            for span in spans_of(reducer.buckets, reducer.rank):
+                own[span.name].append(span)
         for group in self.optimizer.param_groups:
             parts = []
             for parameter in group["params"]:
@@ -117,49 +124,52 @@ class Zero1Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "An optimizer that is sharded over data-parallel ranks takes no closure; set zero_1=False."
             )
+        gradients = {span: grad for reducer in self.reducers for span, grad in reducer.gradients.items()}
         for span, part in self.parts.items():
             parameter = self.parameters[span.name]
             if parameter.dtype not in LOW_PRECISION:
                 part.data = self._values(span).view_as(part)  # the model may have moved to another memory since
             elif parameter._version != self._versions[span.name]:
                 part.copy_(self._values(span).view_as(part))  # someone else has written the weights since
-            gradient = self.reducer.gradients.get(span)
+            gradient = gradients.get(span)
             part.grad = None if gradient is None else gradient.view_as(part)
         self.optimizer.step()
-        self._gather()
+        for reducer in self.reducers:
+            self._gather(reducer)
         self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
         self.zero_grad()
 
-    def _gather(self) -> None:
+    def _gather(self, reducer: Scattered) -> None:
         """Have every rank's parts in the model's parameters, one bucket under way while the one before is copied."""
         under_way: tuple[Bucket, Tensor, Any] | None = None
-        for bucket in reversed(self.reducer.buckets):  # in the order in which forward needs them
-            if self.reducer.present.isdisjoint(bucket.names):
+        for bucket in reversed(reducer.buckets):  # in the order in which forward needs them
+            if reducer.present.isdisjoint(bucket.names):
                 continue
             device = self.parameters[bucket.spans[0].name].device
             chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
             for span in bucket.spans:
-                if span.rank == self.reducer.rank:
+                if span.rank == reducer.rank:
                     part = self.parts.get(span)
                     values = self._values(span) if part is None else part.view(-1)
                     chunk.narrow(0, span.offset, span.length).copy_(values)
             flat = chunk.new_empty(bucket.num_ranks * bucket.chunk)
-            work = dist.all_gather_into_tensor(flat, chunk, group=self.group, async_op=True)
+            work = dist.all_gather_into_tensor(flat, chunk, group=reducer.group, async_op=True)
             if under_way is not None:
-                self._receive(*under_way)
+                self._receive(reducer.rank, *under_way)
             under_way = (bucket, flat, work)
         if under_way is not None:
-            self._receive(*under_way)
+            self._receive(reducer.rank, *under_way)
 
-    def _receive(self, bucket: Bucket, flat: Tensor, work: Any) -> None:
+    def _receive(self, rank: int, bucket: Bucket, flat: Tensor, work: Any) -> None:
         work.wait()
         for span in bucket.spans:
-            if span.rank != self.reducer.rank or bucket.dtype in LOW_PRECISION:
+            if span.rank != rank or bucket.dtype in LOW_PRECISION:
                 self._values(span).copy_(bucket.part(flat, span))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parts and of the model."""
-        self.reducer.clear()
+        for reducer in self.reducers:
+            reducer.clear()
         for part in self.parts.values():
             part.grad = None
         for parameter in self.parameters.values():

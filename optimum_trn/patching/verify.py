@@ -189,7 +189,7 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _whole(tensor: Tensor, name: str, state: PatchState) -> Tensor:
-    return unshard_from_group(tensor, state.placements[name], state.tp_group)
+    return unshard_from_group(tensor, state.placements[name], state.group_of(name))
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

@@ -56,6 +56,13 @@ class NeuronTrainingArguments(TrainingArguments):
             "Attention sees all of them: keys and values go round these cores in a ring."
         },
     )
+    expert_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Over how many NeuronCores the experts of a mixture are shared out, among those that have the same "
+            "layers; tokens travel to their experts. A multiple of tensor_parallel_size that divides the experts."
+        },
+    )
     zero_1: bool = field(
         default=True,
         metadata={

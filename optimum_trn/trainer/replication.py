@@ -19,8 +19,9 @@ from ..parallel.gradients import AllReduced, GradientReducer, Scattered
 from ..parallel.granularity import Granularity, granularity_of
 from ..parallel.mics import is_partitioned, partitioned_gradients, without_replicas
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
-from ..patching import pipeline_of
+from ..patching import pipeline_of, state_of
 from ..patching.adapters import placements_of
+from ..patching.expert_parallel import ExpertShards
 
 
 class Replication:
@@ -30,6 +31,8 @@ class Replication:
     they are summed (see parallel/context.py).
 
     With `zero_1` every optimizer is cut over these ranks; else every rank has the whole, and the reduced gradients.
+    Experts that are shared out see the tokens of all ranks of their group already: their gradients are summed over the
+    ranks with the same experts only, and divided as the others are.
     """
 
     def __init__(self, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -44,6 +47,8 @@ class Replication:
         self._duplicates: set[str] = set()  # parameters that an earlier rank of the pipeline has, too
         self._buffers: list[Any] = []
         self._partitioned: list[nn.Module] = []
+        self._experts: ExpertShards | None = None
+        self._expert_names: set[str] = set()
 
     def attach(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: DistributedDataParallelKwargs | None
@@ -71,21 +76,37 @@ class Replication:
             optimizer = self._sharded(accelerated.optimizer, parameters, capacity)
             if optimizer is not None:
                 accelerated.optimizer = optimizer
-                self.reducers.append(optimizer.reducer)
+                self.reducers += optimizer.reducers
                 sharded |= optimizer.parameters.keys()
         rest = {name: parameter for name, parameter in parameters.items() if name not in sharded}
-        if rest and self.num_ranks > 1:
-            self.reducers.append(AllReduced(rest, self.group, self.num_ranks, capacity))
+        for family, group in self._families(rest):
+            if family and self.num_ranks > 1:
+                self.reducers.append(AllReduced(family, group, self.num_ranks, capacity))
+
+    def _families(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> list[tuple[dict[str, nn.Parameter], dist.ProcessGroup]]:
+        """The parameters, and the experts among them if they are shared out, each with the ranks that hold the same."""
+        common = {name: parameter for name, parameter in parameters.items() if name not in self._expert_names}
+        experts = {name: parameter for name, parameter in parameters.items() if name in self._expert_names}
+        others = [] if self._experts is None else [(experts, self._experts.replicas)]
+        return [(common, self.group), *others]
 
     def _name(self, models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         """All parameters of `models` by name, with the number of the model before it if there are several."""
         parameters: dict[str, nn.Parameter] = {}
-        self.placements, self._duplicates = {}, set()
+        self.placements, self._duplicates, self._expert_names = {}, set(), set()
         for number, model in enumerate(models):
             prefix = f"{number}." if len(models) > 1 else ""
             parameters |= {prefix + name: parameter for name, parameter in model.named_parameters()}
             self.placements |= {prefix + name: placement for name, placement in placements_of(model).items()}
-            pipeline = pipeline_of(model)
+            state, pipeline = state_of(model), pipeline_of(model)
+            if state is not None and state.experts is not None:
+                self._experts = state.experts
+                shared_out = set(map(id, state.experts.placements.values()))
+                self._expert_names |= {
+                    prefix + name for name, placement in placements_of(model).items() if id(placement) in shared_out
+                }
             if pipeline is not None:
                 self._duplicates |= {prefix + name for name in pipeline.staged.duplicates()}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -98,7 +119,9 @@ class Replication:
                 if is_partitioned(model):
                     continue
                 for tensor in [*model.parameters(), *model.buffers()]:
-                    dist.broadcast(tensor, group=self.group, group_src=0)
+                    is_expert = self._names.get(id(tensor)) in self._expert_names and self._experts is not None
+                    group = self._experts.replicas if is_expert else self.group  # type: ignore[union-attr]
+                    dist.broadcast(tensor, group=group, group_src=0)
 
     def _keep_buffers_equal(self, models: Sequence[nn.Module]) -> None:
         """Before every forward in training, take the first rank's running statistics, as DistributedDataParallel does.
@@ -115,7 +138,11 @@ class Replication:
 
     def _check_sees_whole_parameters(self, optimizer: Any) -> None:
         """Refuse an optimizer that would take a shard for a parameter, by its name."""
-        sizes = {"tensor_parallel_size": self.mesh["tp"].size(), "mics_partition_size": self.mesh["dp_shard"].size()}
+        sizes = {
+            "tensor_parallel_size": self.mesh["tp"].size(),
+            "expert_parallel_size": self.config.expert_parallel_size,
+            "mics_partition_size": self.mesh["dp_shard"].size(),
+        }
         shards = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         if shards and not isinstance(optimizer, Zero1Optimizer):
             if granularity_of(optimizer) is not Granularity.ELEMENT:
@@ -138,7 +165,8 @@ class Replication:
             )
         wanted = {id(parameter) for parameter in held} | {id(p) for p in parameters.values() if p.requires_grad}
         shared = {name: parameter for name, parameter in parameters.items() if id(parameter) in wanted}
-        return Zero1Optimizer(optimizer, shared, self.group, self.num_ranks, capacity)
+        (common, group), *others = self._families(shared)
+        return Zero1Optimizer(optimizer, common, group, self.num_ranks, capacity, others)
 
     # ---- Around a backward pass -------------------------------------------------------------------------------------
 
@@ -189,17 +217,33 @@ class Replication:
         whole = gradients_of((name, parameter) for name, parameter in wanted if name not in sharded)
         group = self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
         stages = [self.mesh.get_group("pp")] if self.mesh["pp"].size() > 1 else []
-        total = total_norm(self._once(whole), self.placements, group, norm_type, stages)
-        for gradients, partition, exists in (
-            (parts, self.group, any(isinstance(reducer, Scattered) for reducer in self.reducers)),
-            (shards, self.mesh.get_group("dp_shard"), bool(self._partitioned)),
-        ):
-            if exists:
-                partial = total_norm(self._once(gradients), self.placements, group, norm_type, [partition, *stages])
-                total = torch.linalg.vector_norm(torch.stack([total.to(partial), partial]), norm_type)
+        scattered = any(isinstance(reducer, Scattered) for reducer in self.reducers)
+        families = [
+            (self._common(whole), group, stages, True),
+            (self._common(parts), group, [self.group, *stages], scattered),
+            (shards, group, [self.mesh.get_group("dp_shard"), *stages], bool(self._partitioned)),
+        ]
+        if self._experts is not None:
+            ranks, replicas = self._experts.group.process_group, self._experts.replicas
+            families += [
+                (self._of_experts(whole), ranks, [], not scattered),
+                (self._of_experts(parts), ranks, [replicas], scattered),
+            ]
+        norms = [
+            total_norm(self._once(gradients), self.placements, over, norm_type, partitions)
+            for gradients, over, partitions, exists in families
+            if exists
+        ]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[-1]) for norm in norms]), norm_type)
         if not math.isinf(max_norm):
             clip_([*whole, *parts, *shards], total, max_norm)
         return total
+
+    def _common(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        return [gradient for gradient in gradients if gradient.name not in self._expert_names]
+
+    def _of_experts(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        return [gradient for gradient in gradients if gradient.name in self._expert_names]
 
     def _once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         return [gradient for gradient in gradients if gradient.name not in self._duplicates]

@@ -95,7 +95,10 @@ class NeuronTrainer(Trainer):
     @property
     def is_sharded(self) -> bool:
         """Whether several ranks share one copy of the model, so that all of them take part in saving and loading it."""
-        return self.mesh is not None and any(self.mesh[axis].size() > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
+        shares_experts = self.parallel_config.expert_parallel_size > 1
+        return self.mesh is not None and (
+            shares_experts or any(self.mesh[axis].size() > 1 for axis in ("pp", "dp_shard", "cp", "tp"))
+        )
 
     def _shard(self, model: Any) -> None:
         self._shard_layers(model)
@@ -254,7 +257,7 @@ class NeuronTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if isinstance(resume_from_checkpoint, str):
-            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh, self.parallel_config.zero_1)
+            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh, self.parallel_config.cuts_optimizer)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -270,7 +273,7 @@ class NeuronTrainer(Trainer):
         if not self._has_sharded_optimizer:
             return super()._save_optimizer_and_scheduler(output_dir)
         assert self.mesh is not None
-        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh, self.parallel_config.zero_1)
+        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh, self.parallel_config.cuts_optimizer)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -278,13 +281,13 @@ class NeuronTrainer(Trainer):
         if not self._has_sharded_optimizer or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         assert self.mesh is not None
-        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh, self.parallel_config.zero_1)
+        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh, self.parallel_config.cuts_optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     @property
     def _has_sharded_optimizer(self) -> bool:
         """Whether the ranks hold different optimizer states."""
-        return bool(training_state.layout_of(self.mesh, self.parallel_config.zero_1))
+        return bool(training_state.layout_of(self.mesh, self.parallel_config.cuts_optimizer))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
