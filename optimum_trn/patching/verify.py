@@ -50,6 +50,8 @@ class KeepFloat64(TorchFunctionMode):
                 kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         if function in (torch.softmax, F.softmax) and args[0].dtype == torch.float64:
             kwargs.pop("dtype", None)
+        if function is F.grid_sample and len(args) > 1 and args[0].dtype == torch.float64:
+            args = (args[0], args[1].double(), *args[2:])  # made as float32, beside an input that would be
         return function(*args, **kwargs)
 
 
