@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 from ..parallel import Placement
+from ..parallel.mics import as_saved
 from ..patching import PatchState, state_of
 from ..patching.adapters import has_adapters
 from .agreement import agreed
@@ -105,7 +106,7 @@ class FileLayout:
                 "merge_and_unload() to save the weights with what they have learned."
             )
         staged = state.pipeline.staged if state.pipeline is not None else None
-        own = dict(state_dict or model.state_dict())
+        own = as_saved(model, state_dict or model.state_dict())
         whole_model = without_tied_duplicates(model, own) if staged is None else staged.saved_tensors(own)
         self.tensors: dict[str, LazyTensor] = {}
         for name, tensor in whole_model.items():

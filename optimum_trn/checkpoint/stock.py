@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import _add_variant, load_state_dict, remove_tied_weights_from_state_dict
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..parallel.mics import dtype_of
 from .deferred_init import EmptyOnMeta
 from .lazy import LazyTensor
 from .load import ShardedLoad, drop_tied_duplicates, mismatched_shapes, named_tensors
@@ -265,7 +266,7 @@ def tensors_in_files(model: PreTrainedModel, tensors: dict[str, T]) -> dict[str,
 
 def write_configs(model: PreTrainedModel, directory: str) -> None:
     """Write config.json and, for models that generate, generation_config.json, as `save_pretrained` does."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.dtype = str(dtype_of(model)).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # of the class that FSDP2 makes of it
     model.config.save_pretrained(directory)
     if model.can_generate():

@@ -8,7 +8,7 @@ tensor-parallel ranks already are plain tensors, of which each group shards what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,6 +25,9 @@ from optimum_trn.parallel.topology import Topology
 
 STATE_BYTES = 16
 """Bytes of the states of one parameter: in float32 the weight, its gradient and the two moments of Adam."""
+
+COMPUTE_DTYPE = "_optimum_trn_compute_dtype"
+"""The attribute of a partitioned model that says in which dtype its float32 master weights are computed with."""
 
 STATE_SHARE = 0.9
 """The part of a core's HBM that states may take; the rest is for activations and buffers."""
@@ -58,7 +61,8 @@ def partition(model: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module], t
     dtypes = {parameter.dtype for parameter in model.parameters()}
     policy = MixedPrecisionPolicy()
     if dtypes <= {torch.bfloat16} or dtypes <= {torch.float16}:
-        policy = MixedPrecisionPolicy(param_dtype=dtypes.pop(), reduce_dtype=torch.float32)
+        setattr(model, COMPUTE_DTYPE, dtypes.pop())
+        policy = MixedPrecisionPolicy(param_dtype=dtype_of(model), reduce_dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
     replicas = mesh["dp_replicate"].size()
@@ -117,6 +121,12 @@ def without_replicas(model: nn.Module) -> Iterator[None]:
         cast(FSDPModule, model).set_requires_all_reduce(True)
 
 
+def dtype_of(model: Any) -> torch.dtype:
+    """In which dtype the model computes, and is saved: that of its parameters, or of which they are master weights."""
+    dtype: torch.dtype = getattr(model, COMPUTE_DTYPE, None) or model.dtype
+    return dtype
+
+
 def is_partitioned(model: nn.Module) -> bool:
     """Whether `partition` has sharded the model."""
     return isinstance(model, FSDPModule)
@@ -133,6 +143,12 @@ def _rows(parameter: DTensor) -> tuple[int, int]:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of what may be a sharded parameter: then a collective over its group."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of the model in which master weights have the dtype that the model computes in."""
+    dtype = dtype_of(model)
+    return {name: tensor.to(dtype) if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

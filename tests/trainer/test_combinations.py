@@ -94,3 +94,26 @@ def test_a_combination_trains_as_one_process_does(tmp_path, expected, name):
     for key, weight in weights.items():
         assert found[key].dtype == torch.float64
         torch.testing.assert_close(found[key], weight, rtol=1e-8, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+
+
+BFLOAT16 = {
+    "ZeRO-1 with master weights": (dict(tensor_parallel_size=2, sequence_parallel=True), torch.bfloat16),
+    "MiCS with master weights": (dict(tensor_parallel_size=2, mics_partition_size=2), torch.bfloat16),
+    "autocast": (dict(tensor_parallel_size=2, bf16=True), torch.float32),
+}
+
+
+def in_bfloat16(rank, world_size, directory, options, dtype):
+    return trained(NeuronTrainer, NeuronTrainingArguments, directory, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_losses_in_bfloat16_are_within_two_percent_of_one_process(tmp_path, name):
+    options, dtype = BFLOAT16[name]
+    precision = {key: value for key, value in options.items() if key == "bf16"}
+    losses, norms = one_process(tmp_path / "stock", 4, dtype=dtype, **precision)
+    for found_losses, found_norms in run_ranks(in_bfloat16, 4, str(tmp_path / "ours"), options, dtype, timeout=180):
+        np.testing.assert_allclose(found_losses, losses, rtol=0.02)
+        np.testing.assert_allclose(found_norms, norms, rtol=0.05)
+    expected, found = (load_file(tmp_path / which / "result" / "model.safetensors") for which in ("stock", "ours"))
+    assert {key: tensor.dtype for key, tensor in found.items()} == dict.fromkeys(expected, dtype)

@@ -86,6 +86,8 @@ OPTIONS = {
     "batches balanced by length": dict(train_sampling_strategy="batch_rebalance", train_rows=24, wrap_rows=0),
     "activation checkpointing": dict(activation_checkpointing=True),
     "tied weights and no clipping": dict(config={"tie_word_embeddings": True}, max_grad_norm=0.0),
+    "the whole optimizer on every rank": dict(own=dict(zero_1=False)),
+    "weights sharded over data-parallel ranks": dict(own=dict(mics_partition_size=2)),
     "results to the CPU after each batch": dict(eval_accumulation_steps=1),
     "results gathered as objects": dict(own=dict(eval_use_gather_object=True)),
     "iterable, dispatched by rank 0": dict(iterable=True, max_steps=5, wrap_rows=1),

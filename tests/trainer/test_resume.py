@@ -9,6 +9,7 @@ import torch
 from optimum_trn.errors import CheckpointError
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from optimum_trn.trainer.training_state import is_complete, newest_complete_checkpoint
+from tests.devices import DEVICES
 from tests.distributed import run_ranks
 from tests.trainer import scenario
 
@@ -43,20 +44,32 @@ def losses(run):
     return [log["loss"] for log in run.state.log_history if "grad_norm" in log]
 
 
-def interrupted(rank, world_size, directory, tensor_parallel_size):
-    whole = trainer(Path(directory, "whole"), tensor_parallel_size)
+def interrupted(rank, world_size, directory, options):
+    whole = trainer(Path(directory, "whole"), **options)
     whole.train()
-    resumed = trainer(Path(directory, "whole"), tensor_parallel_size)
+    resumed = trainer(Path(directory, "whole"), **options)
     resumed.train(resume_from_checkpoint=str(Path(directory, "whole", "checkpoint-4")))
-    weights = [p.detach().cpu() for p in whole.model.parameters()]
-    same = all(torch.equal(a, b.detach().cpu()) for a, b in zip(weights, resumed.model.parameters(), strict=True))
-    return losses(whole), losses(resumed), same
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    return losses(whole), losses(resumed), all(torch.equal(local_part(a), local_part(b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("device", ["neuron", "cpu"])
-@pytest.mark.parametrize(("world_size", "tensor_parallel_size"), [(2, 2), (2, 1), (4, 2)])
-def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(tmp_path, device, world_size, tensor_parallel_size):
-    for whole, resumed, same in run_ranks(interrupted, world_size, str(tmp_path), tensor_parallel_size, device=device):
+def local_part(parameter):
+    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach().cpu()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "device"),
+    [
+        *((2, dict(tensor_parallel_size=2), device) for device in DEVICES),
+        *((2, dict(tensor_parallel_size=1), device) for device in DEVICES),
+        *((4, dict(tensor_parallel_size=2), device) for device in DEVICES),
+        (2, dict(tensor_parallel_size=1, mics_partition_size=2), "cpu"),
+        (4, dict(tensor_parallel_size=2, mics_partition_size=2), "neuron"),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(tmp_path, device, world_size, options):
+    for whole, resumed, same in run_ranks(interrupted, world_size, str(tmp_path), options, device=device):
         assert len(whole) == STEPS
         assert resumed == whole  # the log of the first four steps comes with the checkpoint
         assert same
