@@ -34,7 +34,7 @@ import transformers  # noqa: E402
 from benchmarks.coverage_case import SECONDS, root, run_case  # noqa: E402
 from tests.models.zoo import KINDS, model_types, zoo_class  # noqa: E402
 
-BARS = {"causal": 168, "masked": 44, "seq2seq": 35, "image": 24, "sequence": 110, "audio": 11}
+BARS = {"causal": 168, "masked": 44, "seq2seq": 35, "image": 24, "sequence": 110, "audio": 11, "image_text": 50}
 """Configurations that must be fully proven, by kind."""
 
 SAMPLE = (

@@ -14,6 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.models.image_text import IMAGE_TEXT, image_text_batch, image_text_class
+
 ZOO: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "zoo.json").read_text())
 """By model type: what a tiny config has in place of the defaults, "*" for all kinds of classes or by kind."""
 
@@ -26,6 +28,7 @@ KINDS = {
     "image": "IMAGE_CLASSIFICATION",
     "audio": "AUDIO_CLASSIFICATION",
     "question": "QUESTION_ANSWERING",
+    "image_text": "IMAGE_TEXT_TO_TEXT",
 }
 """The auto mappings, by what the labels of their classes are for."""
 
@@ -64,6 +67,10 @@ def zoo_config(model_type: str, kind: str) -> PreTrainedConfig:
 
 def zoo_model(model_type: str, kind: str, seed: int = 0) -> PreTrainedModel:
     """The stock model, as its class initialises it."""
+    if kind == "image_text":
+        if model_type not in IMAGE_TEXT:
+            raise NotImplementedError("there are no tiny sizes and inputs for it")
+        return image_text_class(model_type, torch.float32, seed)
     torch.manual_seed(seed)
     return zoo_class(model_type, kind)(zoo_config(model_type, kind))
 
@@ -130,6 +137,8 @@ ENDS = "bart bigbird_pegasus mbart mt5 mvp plbart t5 umt5 led".split()
 
 def zoo_inputs(model: PreTrainedModel, model_type: str, kind: str, seed: int = 0) -> dict[str, Tensor]:
     """Random inputs and labels, where the class takes labels."""
+    if kind == "image_text":
+        return image_text_batch(model)
     generator = torch.Generator().manual_seed(seed)
     config: Any = model.config
     usual = INPUTS.get(f"{model_type} {kind}") or INPUTS.get(model_type) or _usual(model, kind)
