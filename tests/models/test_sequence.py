@@ -9,7 +9,7 @@ import torch
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import patch_model, state_of, unpatch_model
-from tests.devices import DEVICES, FLOAT64, local_device
+from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
 from tests.models.families import tiny_class
 from tests.models.parity import deviation
@@ -41,20 +41,14 @@ def test_llama_trains_as_in_one_process(size):
     prove("llama", size, size, 20 if size == 2 else 3, attention_bias=True, mlp_bias=True)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", ["gpt2", "opt", "mixtral"])  # Conv1D, an MLP in the layer itself, experts
-def test_other_blocks_train_as_in_one_process(model_type, device):
-    """The batches of the proof have 11 tokens, and their hidden states and attention weights are compared, too."""
+def test_other_blocks_train_as_in_one_process(model_type):
+    """The batches of the proof have 11 tokens, and their hidden states and attention weights are compared, too.
+
+    On the simulated cores; all families are proven on the CPU in test_layouts.py.
+    """
     arguments = (model_type, "causal", 2, True)
-    for result in run_ranks(proof, 2, *arguments, device=device, environment=FLOAT64):
-        assert result["error"] < EXACT, result
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("model_type", DECODERS)
-def test_every_decoder_family_trains_as_in_one_process(model_type, size):
-    for result in run_ranks(proof, size, model_type, "causal", size, True, device="cpu", environment=FLOAT64):
+    for result in run_ranks(proof, 2, *arguments, device="neuron", environment=FLOAT64):
         assert result["error"] < EXACT, result
 
 

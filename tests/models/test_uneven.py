@@ -138,8 +138,7 @@ def all_classes(rank, world_size, model_types):
 
 @pytest.mark.parametrize(
     "model_type",
-    ["gpt_bigcode", "olmo2", "gpt_oss"]  # one shared key-value head, norms over all heads, interleaved experts
-    + [pytest.param(name, marks=pytest.mark.full) for name in families()],
+    [pytest.param(name, marks=pytest.mark.full) for name in families()],  # of the main class: test_layouts.py
 )
 def test_three_ranks_divide_the_sizes_of_no_family_and_change_nothing(model_type):
     for results in run_ranks(all_classes, 3, [model_type], device="cpu", environment=FLOAT64):
