@@ -43,7 +43,7 @@ class ParallelConfig:
     `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks ("auto": see
     mics.py).  Raises `MeshError` when a degree is not a positive integer.
 
-    `activation_checkpointing` says what training recomputes in the backward pass instead of keeping it: the layers
+    `recompute` says what training recomputes in the backward pass instead of keeping it: the layers
     ("full"), the first of them (their ratio, a number of at most 1), or the core of attention ("selective").
 
     `fuse_qkv` makes queries, keys and values by one product, `fuse_gate_up` gate and up projections of gated MLPs; the
@@ -58,12 +58,12 @@ class ParallelConfig:
     expert_parallel_size: int = 1
     zero_1: bool = True
     mics_partition_size: int | Literal["auto"] | None = None
-    activation_checkpointing: str | float | None = None
+    recompute: str | float | None = None
     fuse_qkv: bool = False
     fuse_gate_up: bool = False
 
     def __post_init__(self) -> None:
-        _check_recomputation(self.activation_checkpointing)
+        _check_recomputation(self.recompute)
         for name, size in self.model_degrees.items():
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"{name} must be a positive integer, not {size!r}.")
@@ -81,8 +81,8 @@ class ParallelConfig:
         self._check_expert_size()
         if self.mics_partition_size is not None and (self.fuse_qkv or self.fuse_gate_up):
             raise MeshError(
-                "fuse_qkv and fuse_gate_up keep weights together that mics_partition_size takes apart one by one: leave "
-                "one of them out."
+                "fuse_qkv and fuse_gate_up keep weights together that mics_partition_size takes apart one by one: "
+                "leave one of them out."
             )
         if self.mics_partition_size is not None:
             self._check_partition_size(self.mics_partition_size)
@@ -226,7 +226,7 @@ def _check_recomputation(what: str | float | None) -> None:
         ratio = 0.0
     if not 0 < ratio <= 1:
         raise MeshError(
-            "activation_checkpointing is 'full', 'selective', or the ratio of layers to recompute, above 0 and at most "
+            "recompute is 'full', 'selective', or the ratio of layers to recompute, above 0 and at most "
             f"1; not {what!r}."
         )
 

@@ -33,14 +33,14 @@ CORES = ("eager", "sdpa")
 
 def check_recompute(model: PreTrainedModel, config: ParallelConfig) -> None:
     """Raises `PlanError` for a model in which what `config` wants to recompute can't be told from the rest."""
-    what, name = config.activation_checkpointing, type(model).__name__
+    what, name = config.recompute, type(model).__name__
     if what is None:
         return
     if what != "selective":
         layers = _layers(model)
         if not layers:
             raise PlanError(
-                f"activation_checkpointing={what!r}: {name} has no layers that transformers can recompute. Leave "
+                f"recompute={what!r}: {name} has no layers that transformers can recompute. Leave "
                 "it unset."
             )
         if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
@@ -49,19 +49,19 @@ def check_recompute(model: PreTrainedModel, config: ParallelConfig) -> None:
     stock = model.config._attn_implementation
     if not model._can_set_attn_implementation():
         raise PlanError(
-            f"activation_checkpointing='selective': the attention of {name} does not go through the attention "
+            f"recompute='selective': the attention of {name} does not go through the attention "
             "interface of transformers, so that its core can't be told from the rest. Use 'full' or a ratio of layers."
         )
     if config.context_parallel_size > 1 or stock not in CORES:
         stock = "ring attention" if config.context_parallel_size > 1 else stock
         raise PlanError(
-            f"activation_checkpointing='selective' is for the attention implementations {' and '.join(CORES)}; {stock} "
+            f"recompute='selective' is for the attention implementations {' and '.join(CORES)}; {stock} "
             "keeps no scores, so there is nothing to gain. Use 'full', a ratio of layers, or leave it unset."
         )
 
 
 def recompute(model: PreTrainedModel, what: str | float | None) -> None:
-    """Lets training recompute `what` (a value of `ParallelConfig.activation_checkpointing`) of the layers here."""
+    """Lets training recompute `what` (a value of `ParallelConfig.recompute`) of the layers here."""
     if what == "selective":
         for core in CORES:
             ALL_ATTENTION_FUNCTIONS.register(PREFIX + core, RecomputedCore(core))
@@ -108,6 +108,6 @@ def _eager_attention(module: nn.Module) -> Callable[..., Any]:
         if function is not None:
             return function  # type: ignore[no-any-return]
     raise PlanError(
-        f"activation_checkpointing='selective': {type(module).__name__} has no eager attention function of its own. "
+        f"recompute='selective': {type(module).__name__} has no eager attention function of its own. "
         "Load the model with attn_implementation='sdpa'."
     )

@@ -77,12 +77,12 @@ class NeuronTrainingArguments(TrainingArguments):
             "(MiCS), each of which holds a whole copy; auto: over the smallest groups that have room for them."
         },
     )
-    activation_checkpointing: str | None = field(  # type: ignore[assignment]
+    recompute: str | None = field(
         default=None,
         metadata={
-            "help": "What is recomputed in the backward pass instead of being kept: full (the layers, which is what "
-            "gradient_checkpointing does), a number such as 0.5 (that ratio of the layers, the first ones), or "
-            "selective (the core of attention). True and False mean what they mean in transformers."
+            "help": "What training computes again in the backward pass instead of keeping it: full (the layers, as "
+            "transformers' activation_checkpointing does), a number such as 0.5 (that ratio of the layers, the first "
+            "ones), or selective (the core of attention)."
         },
     )
 
@@ -98,13 +98,11 @@ class NeuronTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
-        if str(self.activation_checkpointing).lower() in ("true", "false"):
-            self.activation_checkpointing = str(self.activation_checkpointing).lower() == "true"  # type: ignore[assignment]
         check_world_size(self.parallel_config)
-        if self.gradient_checkpointing and self.activation_checkpointing is not None:
+        if self.recompute is not None and (self.activation_checkpointing or self.gradient_checkpointing):
             raise ValueError(
-                f"gradient_checkpointing=True and activation_checkpointing={self.activation_checkpointing!r} both "
-                "choose what is recomputed: leave one of them unset."
+                f"recompute={self.recompute!r} and transformers' activation_checkpointing=True both choose what is "
+                "computed again: leave one of them unset."
             )
         if self.auto_find_batch_size and world_size() > 1:
             raise ValueError(
@@ -120,10 +118,6 @@ class NeuronTrainingArguments(TrainingArguments):
                     )
         # accelerate takes part in a process group on the CPU only when it is told to.
         self.use_cpu = self.use_cpu or device_type() == "cpu"
-        # transformers' own field of this name is a bool, by which the Trainer would recompute once more.
-        self.recomputation = None if isinstance(self.activation_checkpointing, bool) else self.activation_checkpointing
-        if self.recomputation is not None:
-            self.activation_checkpointing = None
         super().__post_init__()
         if self.world_size != world_size():
             raise MeshError(
@@ -136,12 +130,8 @@ class NeuronTrainingArguments(TrainingArguments):
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
-        values = {
-            field.name: getattr(self, field.name) for field in fields(ParallelConfig) if hasattr(self, field.name)
-        }
-        recomputation = getattr(self, "recomputation", values["activation_checkpointing"])
-        values["activation_checkpointing"] = None if isinstance(recomputation, bool) else recomputation
-        return ParallelConfig(**values)
+        names = [field.name for field in fields(ParallelConfig)]
+        return ParallelConfig(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 def check_world_size(config: ParallelConfig) -> None:
@@ -154,7 +144,7 @@ def check_world_size(config: ParallelConfig) -> None:
             f"Start it with `torchrun --nproc-per-node {needed} {command}` or "
             f"`accelerate launch --num_processes {needed} {command}`."
         )
-    config.data_parallel_size(size)
+    config.axis_sizes(size)
 
 
 def degrees_of(config: ParallelConfig) -> str:

@@ -40,7 +40,7 @@ def compare(rank, world_size, family, implementation, what):
     results = {}
     for setting in (None, what):
         model = copy.deepcopy(stock)
-        patch_model(model, ParallelConfig(world_size, activation_checkpointing=setting))
+        patch_model(model, ParallelConfig(world_size, recompute=setting))
         model.to(local_device()).train()
         results[setting] = step(model, inputs)
         unpatch_model(model)
@@ -78,15 +78,15 @@ def test_a_ratio_lies_between_keeping_all_and_recomputing_all():
 @pytest.mark.parametrize("what", ["some", 0, 1.5, -1])
 def test_a_wrong_value_is_refused(what):
     with pytest.raises(MeshError, match="'full', 'selective', or the ratio of layers"):
-        ParallelConfig(activation_checkpointing=what)
+        ParallelConfig(recompute=what)
 
 
 def test_what_can_not_be_told_apart_is_refused_by_name():
     tiny = dict(vocab_size=60, hidden_size=24, num_hidden_layers=2, context_length=16)
     model = AutoModelForCausalLM.from_config(RwkvConfig(**tiny))
     with pytest.raises(PlanError, match="RwkvForCausalLM does not go through the attention interface"):
-        patch_model(model, ParallelConfig(activation_checkpointing="selective"))
+        patch_model(model, ParallelConfig(recompute="selective"))
     model = tiny_class("llama", "causal")
     model.gradient_checkpointing_enable()
     with pytest.raises(PlanError, match="recomputes its layers already"):
-        patch_model(model, ParallelConfig(activation_checkpointing="full"))
+        patch_model(model, ParallelConfig(recompute="full"))
