@@ -17,9 +17,9 @@ from optimum_trn.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS, ParallelConfig,
 from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, watch_for_adapters
 from optimum_trn.patching.context import check_context, share_context, unshare_context
 from optimum_trn.patching.cutting import cut, place_parameters, restore
-from optimum_trn.patching.marks import Tower
 from optimum_trn.patching.expert_parallel import check_experts, share_experts, unshare_experts
 from optimum_trn.patching.expert_styles import CutExperts
+from optimum_trn.patching.marks import Tower
 from optimum_trn.patching.outputs import PatchedForward, WholeAttentions, calls_loss_function
 from optimum_trn.patching.pipelining import concerns, cut_stages
 from optimum_trn.patching.recompute import check_recompute, keep_activations, recompute
@@ -89,7 +89,7 @@ def install(
     if shares_context:
         assert mesh is not None
         share_context(model, RankGroup(mesh.get_group(CONTEXT_AXIS)))
-    recompute(model, parallel_config.activation_checkpointing)
+    recompute(model, parallel_config.recompute)
     return state
 
 
@@ -100,7 +100,7 @@ def uninstall(model: PreTrainedModel) -> None:
         raise PlanError(f"{type(model).__name__} is not patched.")
     if has_adapters(model):
         raise PlanError("The model has adapters of PEFT. Take them off first: merge_and_unload() or unload().")
-    keep_activations(model, state.config.activation_checkpointing)
+    keep_activations(model, state.config.recompute)
     if state.config.context_parallel_size > 1:
         unshare_context(model)
     if state.actions:
@@ -134,7 +134,7 @@ REFUSED = (
 
 
 def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> None:
-    """Gives the model as a whole what it needs beside its modules: whole outputs, the loss of local logits, refusals."""
+    """Gives the model as a whole what it needs beside its modules: whole outputs, a loss of local logits, refusals."""
     head = model.get_output_embeddings()
     if not isinstance(head, ParallelLMHead):
         head = None
