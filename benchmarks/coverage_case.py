@@ -1,4 +1,4 @@
-"""One configuration of the coverage table: one training step at tensor parallel 2, real processes against one process."""
+"""One configuration of the coverage table: a training step at tensor parallel 2, two processes against one."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ class Case:
                 signal.alarm(SECONDS)  # alarms are not inherited, and nobody waits for it if rank 0 dies
             try:
                 store = dist.FileStore(f"{directory}/store", RANKS)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=SECONDS)
+                )
                 row = self._on_rank()
                 dist.barrier()
             except BaseException:

@@ -68,5 +68,6 @@ class CutForward:
             return buffer
         pieces = placement.pieces(self.group.rank)
         if len(pieces) == 1 and pieces[0].start is not None:
-            return buffer.narrow(placement.dim, *pieces[0])  # a view, so that running statistics are kept
+            start, length = pieces[0].start, pieces[0].length
+            return buffer.narrow(placement.dim, start, length)  # a view, so that running statistics are kept
         return placement.shard(buffer, self.group.rank)

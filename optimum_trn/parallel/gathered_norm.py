@@ -1,4 +1,4 @@
-"""A norm of any kind whose features are cut over the ranks: computed on all of them, of which each rank keeps its own."""
+"""A norm of any kind whose features are cut over the ranks: computed on all, of which each rank keeps its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: sharded modules run as they are, without a process group, one rank at a time."""
+"""Ranks that are threads of this process: sharded modules run as they are, one rank at a time."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     """The collectives that sharded modules use, among simulated ranks."""
 
     def __init__(self, ranks: SimulatedRanks, rank: int) -> None:
-        super().__init__(rank, ranks.size)
+        super().__init__(rank, ranks.size)  # type: ignore[call-arg]
         self.ranks = ranks
         self.own_rank = rank
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Sums, or takes the maximum of, one tensor in place."""
         (tensor,) = tensors if isinstance(tensors, list) else [tensors]
         given = self.ranks.exchange(self.own_rank, tensor)

@@ -97,7 +97,9 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
     switched = list(dict.fromkeys(extra.switches()))
     seen = set()
 
-    order = [(b, n, s, {}) for b in bases for n in choices[:6] for s in switched[:1]]
+    order: list[Any] = [(bases[0], n, switched[0], {}) for n in choices[:4]]
+    order += [(bases[0], n, switched[0], {"local_widths": True}) for n in choices[:4]]
+    order += [(b, n, s, {}) for b in bases for n in choices[:6] for s in switched[:1]]
     order += [(bases[0], n, s, {}) for s in switched[1:6] for n in choices[:4]]
     order += [(b, n, switched[0], {"local_widths": True}) for n in choices[:4] for b in bases[:2]]
     order += [(bases[0], n, s, {"local_widths": True}) for s in switched[1:4] for n in choices[:2]]
@@ -282,7 +284,9 @@ def _numbers(part: Part, block: nn.Module, heads: Heads) -> Iterator[tuple[tuple
                 widths.append(path)
     config = getattr(block, "config", None)
     names = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-    configured = tuple(name for name in names if _is_number(v := getattr(config, name, None)) and v > 1)
+    configured = tuple(
+        name for name in names if isinstance(v := getattr(config, name, None), int) and v > 1 and _is_number(v)
+    )
     plain = [
         name for name in widths if not re.search(r"hidden_size$|embed_dim$|d_model$|\.dim$|^dim$|hidden_dim$", name)
     ]
@@ -290,7 +294,7 @@ def _numbers(part: Part, block: nn.Module, heads: Heads) -> Iterator[tuple[tuple
     sets += [(*counts, name) for name in widths]
     sets += [(*counts, *pair) for pair in itertools.combinations(widths, 2)]
     sets += [(name,) for name in counts]
-    pairs = [(chosen, ()) for chosen in sets]
+    pairs: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(chosen, ()) for chosen in sets]
     pairs += [(tuple(counts), configured), ((), configured)]
     pairs += [(tuple(counts + deep), ()), (tuple(counts + widths + deep), ()), (tuple(deep), ()), (tuple(widths), ())]
     pairs += [((*counts, name), ()) for name in deep[:6]]
@@ -359,8 +363,8 @@ def feed_forwards(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region
     same = len({path.rpartition(".")[0] for path in part.columns}) == 1
     owner = next(iter(part.columns)).rpartition(".")[0] if same else ""
     for kind in ("halves", "even") if fused else ("even",):
-        columns: dict[str, Kind] = {path: kind if path in fused else "even" for path in part.columns}  # type: ignore[misc]
-        extra: dict[str, Kind] = {path: kind if twice else "even" for path, twice in more.items()}  # type: ignore[misc]
+        columns: dict[str, Kind] = {path: kind if path in fused else "even" for path in part.columns}
+        extra: dict[str, Kind] = {path: kind if twice else "even" for path, twice in more.items()}
         base = Region(columns=columns, more=extra, rows={part.row: "even"}, owner=owner)
         options: list[dict[str, Any]] = [
             dict(cut=chosen, whole_norms=tuple(dict.fromkeys(norm)), attributes=tuple(number))
@@ -411,7 +415,7 @@ def experts(part: Part, model: nn.Module, trace: Trace) -> Iterator[Region]:
                 yield Region(
                     columns={},
                     rows={},
-                    cut={f"{start}{name}": (dim, kind if name in twice else "even") for name, dim in dims.items()},  # type: ignore[misc]
+                    cut={f"{start}{name}": (dim, kind if name in twice else "even") for name, dim in dims.items()},
                     sums=(part.owner,),
                     attributes=chosen,
                 )

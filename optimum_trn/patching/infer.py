@@ -50,7 +50,8 @@ def infer_plan(
     Works on a tiny copy with random weights, on the CPU and over simulated ranks, so that it needs neither the weights
     nor other processes, and gives the same plan in all of them.  The plan is kept, in this process and on disk; it says
     which parts are `unproven`.  For a class whose forward takes more than tokens, an image or sound, give `inputs`,
-    with which the model itself is run, which has to be tiny then and gets random weights.  `print(declaration(plan))` shows it as a declaration to commit under models/.
+    with which the model itself is run, which has to be tiny then and gets random weights.  `print(declaration(plan))`
+    shows the plan as a declaration to commit under models/.
 
     Raises `UnsupportedModelError`, with what did not match, for a model of which nothing can be proven.
     """
@@ -98,9 +99,9 @@ def _search_alone(
         subject = Subject(model, inputs or inputs_for(model))
     except Exception as error:
         raise UnsupportedModelError(
-            f"No plan for model type {config.model_type!r}, and a tiny copy of {stock.__name__} to infer one with could "
-            f"not be built and run: {type(error).__name__}: {error} Use tensor_parallel_size=1, or declare the family "
-            "with register_plan."
+            f"No plan for model type {config.model_type!r}, and a tiny copy of {stock.__name__} to infer one with "
+            f"could not be built and run: {type(error).__name__}: {error} Use tensor_parallel_size=1, or declare the "
+            "family with register_plan."
         ) from error
     try:
         return Search(subject, known=_by_type.get(config.model_type)).run()

@@ -131,8 +131,8 @@ class ModelPlan:
         """Records sequence parallelism; `PlanError` for models that are not one stack of decoder layers."""
         if any(isinstance(role, Region) for stack in self.every_stack() for role in stack.roles):
             raise PlanError(
-                f"{self.model_type}: sequence_parallel=True is for families with a declaration, and the plan of this one "
-                "is inferred. Leave it off."
+                f"{self.model_type}: sequence_parallel=True is for families with a declaration, and the plan of this "
+                "one is inferred. Leave it off."
             )
         stacks = self.every_stack()
         decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()

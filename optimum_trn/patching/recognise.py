@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -148,7 +148,7 @@ class Recogniser:
         self.mixers = [path for path in trace.called if path and mixes_states(self.modules[path])]
 
     def _multiplies(self, path: str) -> bool:
-        """Not a convolution over single points, unless it stands for a linear in an attention or a feed-forward part."""
+        """Not a convolution over single points, unless it is a linear of an attention or a feed-forward part."""
         if not isinstance(self.modules[path], nn.modules.conv._ConvNd):
             return True
         outer = [path.rpartition(".")[0], path.rpartition(".")[0].rpartition(".")[0]]
@@ -308,7 +308,7 @@ class Recogniser:
         owner: str,
         roles: dict[str, str],
         row: str | None,
-        widths: dict[str, Features | None],
+        widths: Mapping[str, Features | None],
         parameters: tuple[str, ...] = (),
     ) -> Iterator[Part]:
         layer = self._layer(_common([owner, *([row] if row else [])], inclusive=True))

@@ -90,7 +90,7 @@ class Search:
                     reasons[f"its output differs by {error:.0e}"] = None
                     continue
                 control = self._trial(part, region, prefix, gradients=False, loses=True).output
-                if control * SEEN < self.subject.tolerance:
+                if control < SEEN * self.subject.tolerance:
                     reasons[NO_EFFECT] = None
                     break
                 settled = self._settle(part, region, prefix)
@@ -172,8 +172,11 @@ class Search:
         stacks = plan.stacks
         if not uneven:
             stacks = tuple(
-                Stack(stack.layers, *(replace(role, even_only=True) for role in stack.roles)) for stack in stacks
-            )  # type: ignore[type-var]
+                Stack(
+                    stack.layers, *(replace(role, even_only=True) for role in stack.roles if isinstance(role, Region))
+                )
+                for stack in stacks
+            )
         return replace(plan, stacks=stacks, unproven=dict(self.unproven))
 
     def _embeddings(self, prefix: str) -> tuple[str, ...]:

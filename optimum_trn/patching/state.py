@@ -160,8 +160,8 @@ def with_unproven(model: nn.Module, unproven: Mapping[str, str]) -> PatchReport:
         report = replace(state.report, unproven=dict(unproven))
         setattr(model, STATE_ATTRIBUTE, replace(state, report=report))
         logger.warning(
-            f"{report.model_type}: every rank holds {', '.join(unproven)} whole, since no way to cut them could be proven. "
-            "print(report) says why."
+            f"{report.model_type}: every rank holds {', '.join(unproven)} whole, since no way to cut them could be "
+            "proven. print(report) says why."
         )
         return report
     return state.report

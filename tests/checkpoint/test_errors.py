@@ -42,7 +42,7 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
     next(damaged["missing shard"].glob("model-00002-of-*")).unlink()
     weights = damaged["other shape"] / "model.safetensors"
     save_file({**load_file(weights), "lm_head.weight": torch.zeros(52, 40)}, weights, metadata={"format": "pt"})
-    saved(damaged["no plan"], "openai-gpt")
+    saved(damaged["no plan"], "mamba")
     saved(damaged["one head"], num_attention_heads=1, num_key_value_heads=1)
 
     cases = [
@@ -50,7 +50,7 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
         (damaged["truncated"], 2, {}, "CheckpointError", ["model.safetensors cannot be read", "bytes", "get it again"]),
         (damaged["missing shard"], 2, {}, "CheckpointError", ["model-00002-of-", "is missing"]),
         (damaged["other shape"], 2, {}, "CheckpointError", ["lm_head.weight", "(52, 40)", "(104, 40)"]),
-        (damaged["no plan"], 2, {}, "UnsupportedModelError", ["openai-gpt", "llama"]),
+        (damaged["no plan"], 2, {}, "UnsupportedModelError", ["mamba", "recognised", "tensor_parallel_size=1"]),
         (damaged["one head"], 2, {}, "PlanError", ["tensor_parallel_size 2", "num_attention_heads 1"]),
         (good, 3, {}, "MeshError", ["3", "world size 2"]),
         (good, 2, {"device_map": "auto"}, "CheckpointError", ["device_map", "parallel layout"]),

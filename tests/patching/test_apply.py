@@ -266,8 +266,8 @@ def refusals(rank, world_size):
         assert part in str(error.value)
     assert "\n" not in str(error.value) and "vocab_size" not in str(error.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in small.state_dict().items())
-    with pytest.raises(UnsupportedModelError, match="'openai-gpt'.*Supported: .*llama"):
-        config = AutoConfig.for_model("openai-gpt", n_embd=16, n_head=2, n_layer=1)
+    with pytest.raises(UnsupportedModelError, match="mamba: none of its modules is recognised"):
+        config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=64)
         patch_model(AutoModelForCausalLM.from_config(config), TWO)
 
 
@@ -322,3 +322,19 @@ def test_a_family_is_registered_once():
     projections = Attention(q="q", k="k", v="v", o="o")
     with pytest.raises(PlanError, match="registered already"):
         register_plan(ModelPlan("llama", attention=projections, mlp=projections))
+
+
+def scaled_embeddings(rank, world_size):
+    model = tiny_model("gemma3_text", torch.float32)
+    patch_model(model, ParallelConfig(world_size))
+    model.to(local_device())
+    rows = {name: tensor.to(local_device()) for name, tensor in batch(model).items()}
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**rows).loss, model(**rows).loss)
+        assert type(twin.model.embed_tokens).__name__ == type(model.model.embed_tokens).__name__
+        unpatch_model(twin)
+        assert type(twin.model.embed_tokens).__name__ == "Gemma3TextScaledWordEmbedding"
+
+
+def test_a_model_with_an_embedding_class_of_its_own_is_copied_and_pickled():
+    run_ranks(scaled_embeddings, 2, device="cpu")

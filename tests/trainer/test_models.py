@@ -7,8 +7,8 @@ from transformers import (
     BertForSequenceClassification,
     Trainer,
     TrainingArguments,
-    XLNetConfig,
-    XLNetForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from optimum_trn import NeuronModelForCausalLM, ParallelConfig
@@ -73,6 +73,50 @@ def test_plain_loaded_and_initialised_models_train_alike(tmp_path):
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+def trained_twice(rank, world_size, directory):
+    """Data parallel with ZeRO-1: the second call continues with the optimizer of the first."""
+    trainer = NeuronTrainer(model=scenario.llama(), args=arguments(directory), train_dataset=scenario.rows(12))
+    return losses(trainer), losses(trainer)[-3:]
+
+
+def test_train_may_be_called_again(tmp_path):
+    options = {**vars_of(arguments(tmp_path, use_cpu=True)), "use_cpu": True, "per_device_train_batch_size": 4}
+    stock = Trainer(model=scenario.llama(), args=TrainingArguments(**options), train_dataset=scenario.rows(12))
+    expected = losses(stock), losses(stock)[-3:]
+    for found in run_ranks(trained_twice, 2, str(tmp_path)):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def needs_matrices(rank, world_size, directory):
+    texts = []
+    for options in (dict(tensor_parallel_size=2), dict(mics_partition_size=2)):
+        trainer = NeuronTrainer(
+            model=scenario.llama(),
+            args=arguments(directory, optim="adafactor", **options),
+            train_dataset=scenario.rows(4),
+        )
+        with pytest.raises(ValueError) as caught:
+            trainer.train()
+        texts.append(str(caught.value))
+    trainer = NeuronTrainer(
+        model=scenario.llama(), args=arguments(directory, optim="adafactor"), train_dataset=scenario.rows(8)
+    )
+    return texts, losses(trainer)
+
+
+def test_an_optimizer_that_needs_whole_parameters_gets_them_or_is_refused_by_name(tmp_path):
+    options = {**vars_of(arguments(tmp_path, use_cpu=True)), "use_cpu": True, "per_device_train_batch_size": 4}
+    stock = Trainer(
+        model=scenario.llama(), args=TrainingArguments(**options, optim="adafactor"), train_dataset=scenario.rows(8)
+    )
+    expected = losses(stock)
+    for (tensor, shards), found in run_ranks(needs_matrices, 2, str(tmp_path)):
+        assert "Adafactor must see whole parameters, which tensor_parallel_size=2 shards" in tensor
+        assert "Adafactor must see whole parameters, which mics_partition_size=2 shards" in shards
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def vars_of(options):
     keys = ("output_dir", "max_steps", "per_device_train_batch_size", "learning_rate", "logging_steps", "save_strategy")
     return {**{key: getattr(options, key) for key in keys}, "disable_tqdm": True, "report_to": []}
@@ -90,11 +134,11 @@ def refusals(rank, world_size, directory):
     two = ParallelConfig(tensor_parallel_size=2)
     loaded = NeuronModelForCausalLM.from_config(scenario.llama().config, parallel_config=two)
     one_head = scenario.llama(num_attention_heads=1, num_key_value_heads=1, hidden_size=16)
-    xlnet = XLNetForSequenceClassification(XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=32, vocab_size=64))
+    mamba = MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
     return [
         text_of(MeshError, lambda: NeuronTrainer(model=loaded, args=arguments(directory))),
         text_of(PlanError, lambda: NeuronTrainer(model=one_head, args=options)),
-        text_of(UnsupportedModelError, lambda: NeuronTrainer(model=xlnet, args=options)),
+        text_of(UnsupportedModelError, lambda: NeuronTrainer(model=mamba, args=options)),
     ]
 
 
@@ -105,7 +149,7 @@ def test_models_that_do_not_fit_are_refused_on_every_rank(tmp_path):
     assert "loaded at ParallelConfig(tensor_parallel_size=2" in degrees
     assert "the training arguments say ParallelConfig(tensor_parallel_size=1" in degrees
     assert "num_attention_heads" in heads and "1" in heads and "2" in heads
-    assert "xlnet" in family
+    assert "mamba" in family
 
 
 def classify(rank, world_size, directory):

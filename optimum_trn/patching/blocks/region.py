@@ -32,10 +32,11 @@ class Region:
     (dimension, kind).  `enters` is the module whose inputs are those of the region ("first": its first argument,
     "all": every tensor); without it, each of `columns` is entered on its own.  `sees` are modules and parameters that
     every rank holds whole and that see this rank's activations, so that their gradients are summed; `whole_norms`
-    are RMS norms over all heads, or all columns.  `sums` are modules, such as those of experts, whose own parameters are
-    among `cut`, whose inputs are whole and whose outputs are to be summed.  `attributes` (by path) and `config_attributes` are numbers of heads or
-    widths that the forward of the module `owner` reads from modules or its config; `inputs` are arguments of it with
-    values for each head, by dimension; `local_widths` says that it takes the width of its heads from its input.
+    are norms over all heads, or all columns.  `sums` are modules, such as those of experts, whose own parameters are
+    among `cut`, whose inputs are whole and whose outputs are to be summed.  `attributes` (by path) and
+    `config_attributes` are numbers of heads or widths that the forward of the module `owner` reads from modules or from
+    its config; `inputs` are arguments of it with values for each head, by dimension; `local_widths` says that it takes
+    the width of its heads from its input.
     `num_heads` and `num_kv_heads` are names on that module or in the config.  A region that is `even_only` is proven
     only where the ranks divide its numbers of heads and columns.
     """
@@ -133,8 +134,8 @@ class Region:
         for name, size in sizes.items():
             if size % layers.schedule.num_ranks and size != 1:
                 raise PlanError(
-                    f"{layers.path}: {layers.schedule.num_ranks} ranks do not divide {name} {size}, and how to cut this "
-                    "part is proven only where they do. Choose a tensor_parallel_size that divides it."
+                    f"{layers.path}: {layers.schedule.num_ranks} ranks do not divide {name} {size}, and how to cut "
+                    "this part is proven only where they do. Choose a tensor_parallel_size that divides it."
                 )
 
     def _cut_module(
@@ -264,7 +265,7 @@ def _blocks(kind: Kind, size: int, layout: HeadLayout | None) -> tuple[Block, ..
     even = kv_heads % layout.num_ranks == 0
     if kind in ("queries", "keys", "groups"):
         count = {"queries": heads, "keys": kv_heads, "groups": heads + 2 * kv_heads}[kind]
-        return () if even else (Heads(heads, kv_heads, size // count, kind),)  # type: ignore[arg-type]
+        return () if even else (Heads(heads, kv_heads, size // count, kind),)
     width = size // (2 * kv_heads if kind == "pairs" else heads + 2 * kv_heads)
     keys: Block = kv_heads * width if even else Heads(heads, kv_heads, width, "keys")
     queries: Block = heads * width if even else Heads(heads, kv_heads, width)
