@@ -156,7 +156,17 @@ def vocab_parallel_class(stock: type[nn.Embedding]) -> type[VocabParallelEmbeddi
         return VocabParallelEmbedding
     if "super" not in stock.forward.__code__.co_names:
         raise PlanError(f"the forward of {stock.__name__} is its own, so that its vocabulary cannot be cut.")
-    return type(f"VocabParallel{stock.__name__}", (stock, VocabParallelEmbedding), {})
+
+    def reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        return _new_vocab_parallel, (stock,), self.__dict__
+
+    # A class that is made here cannot be found by its name: its instances are pickled by the class it is made from.
+    return type(f"VocabParallel{stock.__name__}", (stock, VocabParallelEmbedding), {"__reduce_ex__": reduce})
+
+
+def _new_vocab_parallel(stock: type[nn.Embedding]) -> nn.Module:
+    cls = vocab_parallel_class(stock)
+    return cls.__new__(cls)
 
 
 @dataclass(frozen=True)
