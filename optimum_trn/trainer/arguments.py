@@ -109,7 +109,7 @@ class NeuronTrainingArguments(TrainingArguments):
                 "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries "
                 "with a smaller batch while the others wait for it in a collective. Set per_device_train_batch_size."
             )
-        if self.parallel_config.ranks_per_copy > 1:
+        if self.parallel_config.ranks_per_copy > 1 or self.mics_partition_size is not None:
             for argument in ("fsdp", "deepspeed", "parallelism_config"):
                 if getattr(self, argument, None):
                     raise ValueError(
@@ -149,4 +149,7 @@ def check_world_size(config: ParallelConfig) -> None:
 
 def degrees_of(config: ParallelConfig) -> str:
     """The degrees above 1 by which one copy of the model is shared, as a user writes them."""
-    return " x ".join(f"{name}={degree}" for name, degree in config.model_degrees.items() if degree > 1)
+    degrees = {name: degree for name, degree in config.model_degrees.items() if degree > 1}
+    if config.mics_partition_size is not None:
+        degrees["mics_partition_size"] = config.mics_partition_size  # type: ignore[assignment]
+    return " x ".join(f"{name}={degree}" for name, degree in degrees.items())

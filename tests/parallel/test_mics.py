@@ -68,12 +68,12 @@ class Net(nn.Module):
         return self.head(x).pow(2).sum()
 
 
-def steps(rank, world_size, micro_batches, two_hops):
-    """Bytes that all-reduces over replicas bring, and the gradients."""
-    mesh = ParallelConfig(mics_partition_size=2).build_mesh()
+def steps(rank, world_size, micro_batches, two_hops, partition_size=2, nodes=2):
+    """Bytes that all-reduces over replicas, and other collectives over the network, bring; and the gradients."""
+    mesh = ParallelConfig(mics_partition_size=partition_size).build_mesh()
     torch.manual_seed(0)
     model = Net().to(local_device())
-    topology = Topology(tuple(r // 2 for r in range(world_size)), cores_per_chip=2)
+    topology = Topology(tuple(r * nodes // world_size for r in range(world_size)), cores_per_chip=2)
     partition(model, mesh, list(model.layers), topology)
     generator = torch.Generator().manual_seed(rank)
     with Traffic(topology) as traffic:
@@ -85,16 +85,26 @@ def steps(rank, world_size, micro_batches, two_hops):
             else:
                 model(batch).backward()
     reduced = sum(size for (name, _), size in traffic.received.items() if name == "allreduce_")
-    return reduced, [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
+    gathered = traffic.received["_allgather_base_", "network"]
+    return (reduced, gathered), [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_replicas_exchange_gradients_once_a_step_not_once_a_micro_batch(device):
     each = run_ranks(steps, 4, 4, False, device=device)
     once = run_ranks(steps, 4, 4, True, device=device)
-    for (bytes_each, grads_each), (bytes_once, grads_once) in zip(each, once, strict=True):
+    for ((bytes_each, _), grads_each), ((bytes_once, gathered), grads_once) in zip(each, once, strict=True):
         assert bytes_each == 4 * bytes_once > 0
+        assert gathered == 0  # each group is on a node of its own
         torch.testing.assert_close(grads_once, grads_each)
+
+
+def test_parameters_of_a_group_on_two_nodes_are_gathered_hierarchically():
+    flat, hierarchical = (run_ranks(steps, 4, 1, True, partition_size=4, nodes=nodes) for nodes in (4, 2))
+    on_wire = [sum(gathered for (_, gathered), _ in ranks) for ranks in (flat, hierarchical)]
+    # A ring over 4 nodes takes 3/4 of the message into each; (p - k) M / p into each of 2 nodes is 2/4.
+    assert on_wire[0] * 2 * 2 == on_wire[1] * 4 * 3
+    assert all(map(torch.equal, flat[0][1], hierarchical[0][1]))
 
 
 def test_sizes_that_do_not_fit_are_refused():

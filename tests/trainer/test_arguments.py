@@ -35,6 +35,8 @@ def test_a_second_way_to_shard_is_refused(tmp_path, monkeypatch, option):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=f"{next(iter(option))} can't be combined with tensor_parallel_size=2"):
         NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=2, **option)
+    with pytest.raises(ValueError, match=f"{next(iter(option))} can't be combined with mics_partition_size=2"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), mics_partition_size=2, **option)
 
 
 def test_retrying_with_smaller_batches_is_refused_where_ranks_would_wait_for_each_other(tmp_path, monkeypatch):
@@ -46,6 +48,13 @@ def test_retrying_with_smaller_batches_is_refused_where_ranks_would_wait_for_eac
 def test_float16_is_refused_on_a_core(tmp_path):
     with pytest.raises(ValueError, match="set bf16=True instead"):
         NeuronTrainingArguments(output_dir=str(tmp_path), fp16=True)
+
+
+def test_the_size_of_a_partition_may_be_text_as_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert NeuronTrainingArguments(output_dir=str(tmp_path), mics_partition_size="1").mics_partition_size == 1
+    with pytest.raises(MeshError, match="mics_partition_size 2 does not divide the 1 data-parallel ranks"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), mics_partition_size="2")
 
 
 def wrong_world(rank, world_size, directory):

@@ -5,10 +5,10 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
     MambaConfig,
     MambaForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 
 from optimum_trn import NeuronModelForCausalLM, ParallelConfig
