@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
@@ -31,12 +32,12 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     return group
 
 
-def _gloo_options(timeout: timedelta) -> "dist.ProcessGroupGloo._Options":
+def _gloo_options(timeout: timedelta) -> Any:
     """gloo listens where the other hosts can reach this one; left alone, where the host's own name points: often home.
 
     An interface that the user names in GLOO_SOCKET_IFNAME is gloo's to find.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     if "GLOO_SOCKET_IFNAME" in os.environ:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]

@@ -8,6 +8,7 @@
 #include "generator.h"
 #include "neuron.h"
 #include "pinned.h"
+#include "rounding.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
@@ -31,6 +32,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("allow_unsupported_types", &neuron::allow_unsupported_types, py::arg("allow"));
   m.def("unsupported_types_allowed", &neuron::unsupported_types_allowed);
+  m.def("set_stochastic_rounding", &neuron::set_stochastic_rounding, py::arg("enabled"), py::arg("seed") = 0);
+  m.def("rounds_stochastically", &neuron::rounds_stochastically);
   m.def("set_limit", [](int device, size_t bytes) { neuron::arena(device).set_limit(bytes); }, py::arg("device"), py::arg("bytes"));
   m.def("arena_stats", [](int device) {
     py::dict result;

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/AutogradState.h>
 #include <c10/util/SmallVector.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -14,6 +15,7 @@
 #include "bindings.h"
 #include "device.h"
 #include "generator.h"
+#include "rounding.h"
 
 namespace neuron {
 
@@ -25,10 +27,16 @@ struct Plan {
   struct Argument {
     Kind kind = Kind::kPlain;
     bool written = false;
+    bool names_type = false;  // of the result
   };
-  explicit Plan(const c10::FunctionSchema& schema) : returns(schema.returns().size()), mixes_devices(takes_host_tensors(schema.name())) {
-    for (const auto& argument : schema.arguments()) arguments.push_back({kind_of(*argument.type()), argument.alias_info() && argument.alias_info()->isWrite()});
+  explicit Plan(const c10::FunctionSchema& schema)
+      : returns(schema.returns().size()), mixes_devices(takes_host_tensors(schema.name())), is_arithmetic(neuron::is_arithmetic(short_name(schema.name()))) {
+    for (const auto& argument : schema.arguments()) {
+      arguments.push_back({kind_of(*argument.type()), argument.alias_info() && argument.alias_info()->isWrite(), argument.name() == "dtype"});
+    }
   }
+
+  static std::string_view short_name(const std::string& name) { return std::string_view(name).substr(name.find("::") + 2); }
 
   static Kind kind_of(const c10::Type& type) {
     if (auto optional = type.cast<c10::OptionalType>()) return kind_of(*optional->getElementType());
@@ -52,7 +60,7 @@ struct Plan {
 
   // Operators whose contract has a host tensor beside device tensors: indices, lengths, foreach scalars.
   static bool takes_host_tensors(const std::string& name) {
-    const std::string_view op = std::string_view(name).substr(name.find("::") + 2);
+    const std::string_view op = short_name(name);
     return op.starts_with("index") || op.starts_with("_index") || op.starts_with("_unsafe_index") || op.starts_with("_foreach") ||
         op.starts_with("_fused") || op == "_pack_padded_sequence" || op.starts_with("_amp_");
   }
@@ -60,6 +68,7 @@ struct Plan {
   std::vector<Argument> arguments;
   size_t returns;
   bool mixes_devices;
+  bool is_arithmetic;
 };
 
 // The device tensors of one call beside their aliases.
@@ -112,6 +121,82 @@ void keep_backward_on_this_thread() {
     return true;
   }();
   (void)done;
+}
+
+// Calls `change` with every tensor among the arguments, and puts what it returns in its place.
+template <class Change>
+void change_tensors(const Plan& plan, c10::IValue* arguments, const Change& change) {
+  for (size_t i = 0; i < plan.arguments.size(); ++i) {
+    const bool written = plan.arguments[i].written;
+    if (arguments[i].isTensor()) {
+      arguments[i] = change(arguments[i].toTensor(), written);
+    } else if (arguments[i].isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : arguments[i].toTensorList()) list.push_back(change(tensor, written));
+      arguments[i] = std::move(list);
+    }
+  }
+}
+
+// The type that the operator's results are rounded to stochastically, if its kernel is to compute in float32 for that.
+std::optional<c10::ScalarType> rounded_type(const Plan& plan, c10::IValue* arguments) {
+  for (size_t i = 0; i < plan.arguments.size(); ++i) {
+    if (plan.arguments[i].names_type && !arguments[i].isNone()) return std::nullopt;
+  }
+  std::optional<c10::ScalarType> type;
+  int64_t narrow_dims = -1, wide_dims = -1;
+  bool mixed = false, writes = false;
+  change_tensors(plan, arguments, [&](const at::Tensor& tensor, bool written) {
+    if (!tensor.defined() || !at::isFloatingType(tensor.scalar_type())) return tensor;
+    if (!is_narrow(tensor.scalar_type())) {
+      if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) wide_dims = std::max(wide_dims, tensor.dim());
+      return tensor;
+    }
+    mixed |= type && *type != tensor.scalar_type();
+    type = tensor.scalar_type();
+    narrow_dims = std::max(narrow_dims, tensor.dim());
+    writes |= written;
+    return tensor;
+  });
+  // What is promoted to a wider type is not rounded; a scalar tensor promotes no other.
+  const bool promotes = mixed || wide_dims > 0 || (wide_dims == 0 && narrow_dims == 0);
+  return promotes && !writes ? std::nullopt : type;
+}
+
+// Runs the CPU kernel on float32 copies of narrow arguments, on the host, and rounds what it gives.
+void run_rounded(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::ScalarType type, int device) {
+  c10::SmallVector<std::tuple<at::Tensor, at::Tensor, bool>, 6> copies;
+  change_tensors(plan, stack->data() + (stack->size() - plan.arguments.size()), [&](const at::Tensor& tensor, bool written) {
+    if (!tensor.defined() || !is_narrow(tensor.scalar_type())) return tensor;
+    copies.emplace_back(tensor, tensor.to(at::kFloat), written);
+    return std::get<1>(copies.back());
+  });
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  AllocateOnCore on_core(device);
+  for (const auto& [narrow, wide, written] : copies) {
+    if (!written) continue;
+    if (narrow.sizes() != wide.sizes()) narrow.resize_(wide.sizes());
+    round_stochastically(wide, narrow);
+  }
+  const auto narrowed = [&](const at::Tensor& result) {
+    for (const auto& [narrow, wide, written] : copies) {
+      if (wide.is_same(result)) return narrow;
+    }
+    if (!result.defined() || result.scalar_type() != at::kFloat) return result;
+    at::Tensor rounded = at::empty_like(result, result.options().dtype(type));
+    round_stochastically(result, rounded);
+    return rounded;
+  };
+  c10::IValue* results = stack->data() + (stack->size() - plan.returns);
+  for (size_t i = 0; i < plan.returns; ++i) {
+    if (results[i].isTensor()) {
+      results[i] = narrowed(results[i].toTensor());
+    } else if (results[i].isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : results[i].toTensorList()) list.push_back(narrowed(tensor));
+      results[i] = std::move(list);
+    }
+  }
 }
 
 void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -172,8 +257,14 @@ void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* sta
   if (generator) *generator = draw(generator->isNone() ? default_generator(aliases.device) : generator->toGenerator());
   at_operator_boundary([&] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto rounded = plan.is_arithmetic && rounds_stochastically() ? rounded_type(plan, arguments) : std::nullopt;
+    if (rounded) {
+      run_rounded(plan, op, stack, *rounded, aliases.device);
+    } else {
+      AllocateOnCore on_core(aliases.device);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
     AllocateOnCore on_core(aliases.device);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     c10::IValue* results = stack->data() + (stack->size() - plan.returns);
     for (const Aliases::Pair& pair : aliases.pairs) {
       if (pair.written) follow(pair.device, pair.cpu);

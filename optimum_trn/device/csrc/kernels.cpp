@@ -16,6 +16,7 @@
 #include "alias.h"
 #include "allocator.h"
 #include "device.h"
+#include "rounding.h"
 
 namespace neuron {
 
@@ -104,7 +105,16 @@ Tensor view_as_type(const Tensor& self, c10::ScalarType type) {
 Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
   require_not_forked();
   AllocateOnCore on_core(destination.device().type() == kNeuron ? destination.device().index() : -1);
-  at_operator_boundary([&] { to_cpu(destination).copy_(to_cpu(self), non_blocking); });
+  // The core rounds what it makes narrower itself; what is narrowed on the host is rounded as the host does.
+  const bool rounds = rounds_stochastically() && self.device().type() == kNeuron && is_narrow(destination.scalar_type()) &&
+      at::isFloatingType(self.scalar_type()) && !is_narrow(self.scalar_type());
+  at_operator_boundary([&] {
+    if (rounds) {
+      round_stochastically(to_cpu(self).to(at::kFloat).expand(destination.sizes()), to_cpu(destination));
+    } else {
+      to_cpu(destination).copy_(to_cpu(self), non_blocking);
+    }
+  });
   return destination;
 }
 
