@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from optimum_trn.parallel.buckets import BUCKET_BYTES, Bucket, Span, by_elements, make_buckets
 
+IN_FLIGHT = 2
+"""How many buckets may be under way at a time: each holds its gradients a second time over until it is reduced."""
+
 
 @dataclass
 class _Round:
@@ -155,6 +158,11 @@ class GradientReducer(ABC):
             self.parameters[name].grad = None  # its memory is free while the buffer is under way
         # Before the sum, which could overflow otherwise.
         current.launched.append((bucket, *self._start(bucket, flat.div_(self.divisor))))
+        if len(current.launched) > IN_FLIGHT:
+            sent, result, work = current.launched[-1 - IN_FLIGHT]
+            if work is not None:
+                work.wait()
+                current.launched[-1 - IN_FLIGHT] = (sent, result, None)
 
 
 class AllReduced(GradientReducer):

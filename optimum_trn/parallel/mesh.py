@@ -94,8 +94,8 @@ class ParallelConfig:
     def _check_partition_size(self, size: object) -> None:
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise MeshError(f'mics_partition_size must be a positive integer or "auto", not {size!r}.')
-        for name in ("pipeline_parallel_size", "context_parallel_size"):
-            if getattr(self, name, 1) > 1:
+        for name in ("pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) > 1:
                 raise MeshError(
                     f"mics_partition_size={size!r} can't be combined with {name}={getattr(self, name)} yet."
                 )

@@ -7,6 +7,8 @@ from torch import nn
 
 from optimum_trn.parallel.buckets import ByParameters, by_elements, make_buckets
 from optimum_trn.parallel.gradients import AllReduced, Scattered
+from optimum_trn.parallel.topology import Topology
+from optimum_trn.parallel.traffic import Traffic
 from tests.devices import DEVICES, local_device
 from tests.distributed import run_ranks
 
@@ -167,3 +169,23 @@ def outside(rank, world_size):
 
 def test_a_backward_pass_that_nobody_would_reduce_raises():
     run_ranks(outside, 2)
+
+
+def overlapped(rank, world_size):
+    """What has been reduced when the gradient of the first layer, the last to come, is there."""
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).to(local_device())
+    reducer = AllReduced(dict(layers.named_parameters()), dist.group.WORLD, world_size, bucket_bytes=64)
+    arrived = []
+    with Traffic(Topology((0,) * world_size, cores_per_chip=4)) as traffic:
+        reducer.begin()
+        layers[0].weight.register_post_accumulate_grad_hook(lambda _: arrived.append(traffic.over("chip")))
+        layers(torch.ones(2, 4, device=local_device())).sum().backward()
+        reducer.finish()
+    return arrived, traffic.over("chip")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buckets_are_sent_while_backward_still_runs(device):
+    for arrived, total in run_ranks(overlapped, 2, device=device):
+        assert arrived == [3 * 64]  # of four layers
+        assert total == 4 * 64 + 4 * 4  # and which of them have a gradient
