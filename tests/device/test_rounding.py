@@ -23,7 +23,7 @@ def stochastic():
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_the_documented_sum_of_halves(enabled):
-    # The documentation of NeuronCores: 1024 plus 2048 times 0.5 in float16 stays 1024 when rounded to nearest, and comes
+    # NeuronCores' documentation: 1024 plus 2048 times 0.5 in float16 stays 1024 when rounded to nearest, and comes
     # to about 2048 when rounded stochastically (their example prints 2056).
     script = (
         "import torch, optimum_trn, json\n"
