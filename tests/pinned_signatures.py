@@ -35,6 +35,7 @@ OWNERS = (
     "torch.nn.Module",
     "torch.nn.modules.dropout",
     "torch.Tensor",
+    "torch.ScriptObject",
     "torch.UntypedStorage",
     "torch._dynamo.backends.registry",
     "torch._ops.OpOverload",

@@ -133,8 +133,13 @@ def sharded(rank, world_size, name, dtype):
     return {key: value.cpu() for key, value in model.state_dict().items()}, memory
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in OPTIMIZERS),
+        *(pytest.param(name, "neuron", marks=[] if name == "AdamW" else pytest.mark.full) for name in OPTIMIZERS),
+    ],
+)
 def test_an_optimizer_that_is_cut_takes_the_steps_of_the_whole_one(name, device):
     expected, _ = whole(name, torch.float64, 3)
     for weights, _ in run_ranks(sharded, 3, name, torch.float64, device=device, environment=FLOAT64):

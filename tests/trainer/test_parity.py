@@ -114,7 +114,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+FULL = {"the whole optimizer on every rank"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in FULL else []) for name in OPTIONS]
+)
 def test_options_on_tensor_and_data_parallel_ranks(tmp_path, name):
     compare(
         tmp_path,

@@ -61,9 +61,10 @@ def local_part(parameter):
     ("world_size", "options", "device"),
     [
         *((2, dict(tensor_parallel_size=2), device) for device in DEVICES),
-        *((2, dict(tensor_parallel_size=1), device) for device in DEVICES),
+        (2, dict(tensor_parallel_size=1), "neuron"),
+        pytest.param(2, dict(tensor_parallel_size=1), "cpu", marks=pytest.mark.full),
         *((4, dict(tensor_parallel_size=2), device) for device in DEVICES),
-        (2, dict(tensor_parallel_size=1, mics_partition_size=2), "cpu"),
+        pytest.param(2, dict(tensor_parallel_size=1, mics_partition_size=2), "cpu", marks=pytest.mark.full),
         (4, dict(tensor_parallel_size=2, mics_partition_size=2), "neuron"),
     ],
     ids=str,
