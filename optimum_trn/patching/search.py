@@ -149,6 +149,8 @@ class Search:
             plan = replace(self.plan(self.proven, prefix, embedding), head=head)
             try:
                 trial = self.subject.trial(plan, head=head)
+                if head and "labels" in self.subject.inputs:  # where only the loss sees the logits, cut
+                    self.subject.trial(plan, gradients=False, head=head, train=True)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue

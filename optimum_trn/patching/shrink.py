@@ -143,4 +143,6 @@ def inputs_for(model: PreTrainedModel, seed: int = 0) -> dict[str, Any]:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if config.is_encoder_decoder and "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = tokens(9)
-    return inputs
+    if "labels" in names and model.get_output_embeddings() is not None:
+        inputs["labels"] = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return {name: value for name, value in inputs.items() if value is not None}
