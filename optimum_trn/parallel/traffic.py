@@ -29,7 +29,8 @@ class Traffic(TorchDispatchMode):
     """Inside, counts what collectives bring to this rank, in `received`: bytes by (operator, class of link).
 
     The operators are those of `RING`, named as in torch.ops.c10d; each is counted as a ring in the order of the group's
-    ranks, over the link from the rank before. Bytes that arrive at a node from others are what its ranks receive over
+    ranks, over the link from the rank before. A single all-to-all, "alltoall_base_", comes from each rank over the link
+    from there. Bytes that arrive at a node from others are what its ranks receive over
     links of class "network".
     """
 
@@ -43,6 +44,8 @@ class Traffic(TorchDispatchMode):
             name = func._schema.name.split("::")[1]
             if name in RING:
                 self._count(name, args)
+            elif name == "alltoall_base_":
+                self._count_all_to_all(name, *args[:4])
         return func(*args, **(kwargs or {}))
 
     def over(self, link: str) -> int:
@@ -54,6 +57,14 @@ class Traffic(TorchDispatchMode):
         size = sum(result.nbytes for result in tree_leaves(args[0]) if isinstance(result, Tensor))
         before = ranks[ranks.index(dist.get_rank()) - 1]
         self.received[name, self.topology.link([before, dist.get_rank()])] += RING[name](size, len(ranks))
+
+
+    def _count_all_to_all(self, name: str, output: Tensor, input: Tensor, group: Any, rows: Sequence[int]) -> None:
+        ranks, rank = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)), dist.get_rank()
+        for source, count in zip(ranks, rows or [len(output) // len(ranks)] * len(ranks), strict=True):
+            if source != rank and count:
+                arrived = count * (output.nbytes // len(output))
+                self.received[name, self.topology.link([source, rank])] += arrived
 
 
 def _groups_in(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:

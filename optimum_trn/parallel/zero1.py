@@ -40,8 +40,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
     its gradients accumulate and are reduced in float32. Parts of other parameters share their memory.
 
     `parameters` are those of the model, by name: all that require a gradient, and all that the optimizer holds. Their
-    gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them. `others`, such as experts,
-    are cut over the ranks of a group of their own, and have a reducer of their own in `reducers`.
+    gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them. `others`, such as
+    experts, are cut over the ranks of a group of their own, and have a reducer of their own in `reducers`.
     Raises ValueError for an optimizer that needs all parameters at once, by its name.
     """
 

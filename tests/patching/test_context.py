@@ -1,20 +1,23 @@
 """Ranks that hold other tokens of the same sequences train as one process does."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from optimum_trn.errors import PlanError
+import optimum_trn.parallel.context
+import optimum_trn.parallel.ring
+from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.grad_norm import clip_grad_norm_
-from optimum_trn.patching import patch_model, state_of
+from optimum_trn.patching import patch_model, state_of, unpatch_model
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
-from tests.models.families import class_batch, tiny_class
+from tests.models.families import class_batch, kinds, tiny_class
 from tests.models.parity import relative
 from tests.models.tiny import KeepFloat64, batch, tiny_model
 
@@ -86,9 +89,66 @@ def prove(world_size, model_type, degrees, kind="masked", device="cpu", steps=3,
         assert max(worst.values()) < EXACT, worst
 
 
-@pytest.mark.parametrize("kind", ["masked", "causal", "packed"])
-def test_llama_trains_as_in_one_process(kind):
-    prove(2, "llama", dict(context_parallel_size=2), kind)
+@pytest.mark.parametrize("device, kind", [("cpu", "masked"), ("cpu", "packed"), ("neuron", "causal")])
+def test_llama_trains_as_in_one_process(device, kind):
+    """Accumulation of 2, clipping, odd lengths that the chunks do not divide, padding on both sides."""
+    prove(2, "llama", dict(context_parallel_size=2), kind, device)
+
+
+def test_composes_with_tensor_and_sequence_parallelism():
+    prove(4, "qwen3", dict(context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True), steps=1)
+
+
+EAGER = dict(experts_implementation="eager")  # the grouped kernels refuse float64
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "world_size, model_type, degrees, kind, overrides",
+    [
+        (4, "llama", dict(context_parallel_size=2), "masked", {}),  # and two data-parallel ranks
+        (4, "llama", dict(context_parallel_size=2, tensor_parallel_size=2), "packed", {}),
+        (4, "gpt_oss", dict(context_parallel_size=4), "masked", dict(sliding_window=4, **EAGER)),
+        (3, "mistral", dict(context_parallel_size=3), "causal", dict(sliding_window=3)),
+        (2, "gemma2", dict(context_parallel_size=2), "causal", {}),  # caps its scores
+        (
+            4,
+            "mixtral",
+            dict(context_parallel_size=2, tensor_parallel_size=2),
+            "masked",
+            dict(output_router_logits=True, **EAGER),
+        ),
+    ],
+)
+def test_layouts_windows_sinks_caps_and_auxiliary_losses(world_size, model_type, degrees, kind, overrides):
+    prove(world_size, model_type, degrees, kind, **overrides)
+
+
+def hides_one_more(mask, queries, keys):
+    return keys > queries or (queries, keys) == (3, 0)
+
+
+def not_scaled(ctx, *grads):
+    return grads[0], None
+
+
+def planted(rank, world_size, error):
+    owner, name, wrong = {
+        "a pair of chunks": (optimum_trn.parallel.ring.RingMask, "hides", hides_one_more),
+        "the scale of the loss": (optimum_trn.parallel.context._Total, "backward", staticmethod(not_scaled)),
+    }[error]
+    stock = owner.__dict__[name]
+    setattr(owner, name, wrong)
+    try:
+        return train(rank, world_size, "llama", dict(context_parallel_size=2), {}, "masked", 1)
+    finally:
+        setattr(owner, name, stock)
+
+
+@pytest.mark.parametrize("error", ["a pair of chunks", "the scale of the loss"])
+def test_a_planted_error_shows(error):
+    for worst in run_ranks(planted, 2, error, device="cpu", environment=FLOAT64):
+        assert max(worst.values()) > 1e-3, worst
 
 
 def survey(rank, world_size, model_type, kinds_of_type, degrees):
@@ -121,12 +181,8 @@ def compared(model_type, kind, degrees):
         grad = model.get_parameter(name).grad
         assert (grad is None) == (parameter.grad is None), name
         if grad is not None:
-            dist.all_reduce(
-                grad,
-                op=dist.ReduceOp.AVG if grad.device.type != "cpu" else dist.ReduceOp.SUM,
-                group=state.mesh.get_group("dp_cp"),
-            )
-            grad = grad if grad.device.type != "cpu" else grad / state.mesh["dp_cp"].size()
+            dist.all_reduce(grad, group=state.mesh.get_group("dp_cp"))
+            grad = grad / state.mesh["dp_cp"].size()
             whole = unshard_from_group(grad, state.placements[name], state.tp_group)
             worst = max(worst, relative(whole, parameter.grad))
     return worst
@@ -139,3 +195,65 @@ def flat(value):
 def loss_of(model, rows):
     outputs = model(**rows)
     return outputs.loss if "loss" in outputs else outputs[0].square().sum()
+
+
+def refusals(rank, world_size):
+    config = ParallelConfig(context_parallel_size=world_size)
+    for model_type, kind, reason in [
+        ("opt", "causal", "counts positions from the padding"),
+        ("bloom", "causal", "does not go through the attention interface"),
+        ("t5", "seq2seq", "reads more than one sequence"),
+    ]:
+        model = tiny_class(model_type, kind, torch.float32)
+        with pytest.raises(PlanError, match=reason):
+            patch_model(model, config)
+        assert state_of(model) is None
+
+    model = tiny_model("llama", torch.float32)
+    stock = copy.deepcopy(model)
+    patch_model(model, config)
+    ids = torch.arange(3, 14)[None]
+    with pytest.raises(PlanError, match="masks of two dimensions"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 11, 11, dtype=torch.bool))
+    expected = stock.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False), expected)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    torch.testing.assert_close(twin(input_ids=ids).logits, stock(input_ids=ids).logits)
+    unpatch_model(model)
+    for mine, theirs in zip(model.modules(), stock.modules(), strict=True):
+        assert type(mine) is type(theirs) and "forward" not in mine.__dict__
+    assert model.config._attn_implementation == stock.config._attn_implementation
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, stock(input_ids=ids, labels=ids).loss)
+
+
+def test_refusals_generation_copies_and_the_way_back():
+    run_ranks(refusals, 2, device="cpu")
+    with pytest.raises(MeshError, match="can't be combined yet"):
+        ParallelConfig(context_parallel_size=2, pipeline_parallel_size=2)
+
+
+DECODERS = (
+    "llama mistral granite smollm3 gemma gemma3_text qwen2 qwen3 cohere stablelm starcoder2 phi phi3 gpt2 gpt_bigcode "
+    "gptj gpt_neox olmo2 mixtral qwen3_moe olmoe gpt_oss deepseek_v3"
+).split()
+ENCODERS = "bert distilbert electra modernbert albert".split()
+KINDS = ("base", "causal", "masked", "sequence", "token", "question")
+
+
+def assert_every_class_is_the_same(model_type, device="cpu"):
+    arguments = (model_type, [kind for kind in kinds(model_type) if kind in KINDS], dict(context_parallel_size=2))
+    for results in run_ranks(survey, 2, *arguments, device=device, environment=FLOAT64):
+        for kind, worst in results.items():
+            refused = isinstance(worst, str) and model_type == "albert" and "pooler" in worst
+            assert refused or worst < EXACT, (kind, worst)
+
+
+def test_every_class_of_bert_computes_as_in_one_process():
+    assert_every_class_is_the_same("bert", "neuron")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+def test_every_class_of_every_family_computes_as_in_one_process(model_type):
+    """Outputs in evaluation, hidden states included, and the loss and all gradients of whatever head there is."""
+    assert_every_class_is_the_same(model_type)

@@ -1,0 +1,248 @@
+"""Experts that are shared out among ranks train as in one process, and move as many bytes as the routing says."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from optimum_trn.errors import MeshError, PlanError
+from optimum_trn.modeling import NeuronModelForCausalLM
+from optimum_trn.parallel import ParallelConfig
+from optimum_trn.parallel.collectives import unshard_from_group
+from optimum_trn.parallel.topology import Topology
+from optimum_trn.parallel.traffic import Traffic
+from optimum_trn.patching import patch_model, state_of, unpatch_model
+from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
+from optimum_trn.trainer.replication import Replication
+from tests.devices import FLOAT64, local_device
+from tests.distributed import run_ranks
+from tests.models.families import tiny_class
+from tests.models.parity import relative
+from tests.models.tiny import KeepFloat64, batch
+from tests.trainer import scenario
+from tests.trainer.test_parity import assert_same
+
+EXACT = 1e-9
+
+
+def train(rank, world_size, model_type, degrees, overrides, steps=3):
+    """The largest deviation of each step's loss, norm and gradients, and of the weights, from one process."""
+    model = tiny_class(model_type, "causal", **overrides)
+    stock = copy.deepcopy(model).train()
+    config = ParallelConfig(**degrees)
+    patch_model(model, config)
+    model.to(local_device()).train()
+    state = state_of(model)
+    copies, row = state.mesh["dp"].size(), state.mesh["dp"].get_local_rank()
+    batches = [batch(stock, rows=4, length=11 + 2 * index, seed=index) for index in range(2)]
+    mine = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+    theirs = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)
+    replication = Replication(state.mesh, config)
+    replication.attach([model], [mine], None)
+    worst = dict(loss=0.0, norm=0.0, gradients=0.0, weights=0.0)
+    with KeepFloat64():
+        for _ in range(steps):
+            mine.optimizer.zero_grad()
+            theirs.zero_grad()
+            items = sum((rows["labels"][:, 1:] != -100).sum() for rows in batches)
+            expected, actual = 0.0, torch.zeros((), dtype=torch.float64)
+            for index, rows in enumerate(batches):
+                loss = stock(**rows, num_items_in_batch=items).loss
+                loss.backward()
+                expected += loss.item()
+                own = {name: tensor.chunk(copies)[row].to(local_device()) for name, tensor in rows.items()}
+                loss = model(**own, num_items_in_batch=items.to(local_device())).loss
+                actual += loss.detach().cpu()
+                with replication.reduced() if index else replication.no_sync():
+                    (loss * copies).backward()
+            dist.all_reduce(actual, group=state.mesh.get_group("dp"))
+            expected_norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5).item()
+            assert expected_norm > 0.5, "clipping is not active"
+            norm = replication.clip_grad_norm_(list(model.parameters()), 0.5, 2.0).item()
+            worst["loss"] = max(worst["loss"], abs(actual.item() - expected) / expected)
+            worst["norm"] = max(worst["norm"], abs(norm - expected_norm) / expected_norm)
+            for name, parameter in stock.named_parameters():
+                grad = model.get_parameter(name).grad
+                if not config.zero_1:
+                    whole = unshard_from_group(grad, state.placements[name], state.group_of(name))
+                    worst["gradients"] = max(worst["gradients"], relative(whole, parameter.grad))
+            mine.optimizer.step()
+            theirs.step()
+    unpatch_model(model)
+    for name, parameter in stock.named_parameters():
+        worst["weights"] = max(worst["weights"], relative(model.get_parameter(name), parameter))
+    return worst
+
+
+def prove(world_size, model_type, degrees, device="cpu", steps=3, **overrides):
+    for worst in run_ranks(
+        train, world_size, model_type, degrees, overrides, steps, device=device, environment=FLOAT64
+    ):
+        assert max(worst.values()) < EXACT, worst
+
+
+@pytest.mark.parametrize("device", ["cpu", "neuron"])
+def test_mixtral_trains_as_in_one_process(device):
+    """Accumulation of 2, clipping, unequal token counts; the gradients are compared, too."""
+    prove(2, "mixtral", dict(expert_parallel_size=2, zero_1=False), device)
+
+
+def test_two_replicas_of_the_experts_with_a_sharded_optimizer_train_as_in_one_process():
+    prove(4, "qwen3_moe", dict(expert_parallel_size=2), steps=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "world_size, model_type, degrees",
+    [
+        (2, "mixtral_aux", dict(expert_parallel_size=2, tensor_parallel_size=2)),
+        (4, "qwen3_moe", dict(expert_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
+        (4, "olmoe", dict(expert_parallel_size=4, tensor_parallel_size=2, zero_1=False)),
+        (4, "deepseek_v3", dict(expert_parallel_size=4, tensor_parallel_size=2)),
+        (4, "mixtral", dict(expert_parallel_size=4, zero_1=False)),
+        (4, "gpt_oss", dict(expert_parallel_size=4, context_parallel_size=2, zero_1=False)),
+    ],
+)
+def test_the_group_of_the_experts_spans_tensor_data_and_context_parallel_ranks(world_size, model_type, degrees):
+    overrides = dict(output_router_logits=True) if model_type.endswith("_aux") else {}
+    prove(world_size, model_type.removesuffix("_aux"), degrees, **overrides)
+
+
+def lossy(ctx, *grads):
+    return optimum_trn.parallel.expert_parallel._exchanged(0.99 * grads[0], ctx.received, ctx.sent, ctx.group), *[
+        None
+    ] * 3
+
+
+def uncounted(self, gradients):
+    return []
+
+
+def planted(rank, world_size, error):
+    owner, name, wrong = {
+        "gradients of travelling tokens": (
+            optimum_trn.parallel.expert_parallel._Exchange,
+            "backward",
+            staticmethod(lossy),
+        ),
+        "experts in the norm": (Replication, "_of_experts", uncounted),
+    }[error]
+    stock = owner.__dict__[name]
+    setattr(owner, name, wrong)
+    try:
+        return train(rank, world_size, "mixtral", dict(expert_parallel_size=2, zero_1=False), {}, 1)
+    finally:
+        setattr(owner, name, stock)
+
+
+@pytest.mark.parametrize("error", ["gradients of travelling tokens", "experts in the norm"])
+def test_a_planted_error_shows(error):
+    for worst in run_ranks(planted, 2, error, device="cpu", environment=FLOAT64):
+        assert max(worst.values()) > 1e-6, worst
+
+
+def routed(rank, world_size):
+    """The bytes of all-to-all that arrive here in one pass, and what the routing says."""
+    model = tiny_class("mixtral", "causal")
+    rows = batch(model, rows=2 * world_size, length=9)
+    patch_model(model, ParallelConfig(expert_parallel_size=world_size))
+    model.to(local_device()).train()
+    choices = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, args, output: choices.append(output[2].cpu()))
+    own = {name: tensor.chunk(world_size)[rank].to(local_device()) for name, tensor in rows.items()}
+    with KeepFloat64(), Traffic(Topology((0,) * world_size, cores_per_chip=world_size)) as traffic:
+        model(**own).loss.backward()
+    of_ranks = [None] * world_size
+    dist.all_gather_object(of_ranks, choices)
+    experts = model.config.num_local_experts // world_size
+    away = sum(((chosen // experts) != rank).sum().item() for chosen in choices)
+    here = sum(
+        ((chosen // experts) == rank).sum().item()
+        for other, layers in enumerate(of_ranks)
+        if other != rank
+        for chosen in layers
+    )
+    counts = len(choices) * (world_size - 1) * experts * 8
+    arrived = sum(size for (name, _), size in traffic.received.items() if name == "alltoall_base_")
+    assert min(away, here) > 0
+    return arrived - counts, 2 * (away + here) * model.config.hidden_size * 8
+
+
+def test_the_bytes_that_travel_are_those_of_the_routed_tokens():
+    """Each choice of an expert elsewhere goes there and back, and its gradient, too; none is dropped."""
+    for arrived, expected in run_ranks(routed, 2, device="cpu", environment=FLOAT64):
+        assert arrived == expected
+
+
+def files(rank, world_size, source, target):
+    model = NeuronModelForCausalLM.from_pretrained(source, ParallelConfig(expert_parallel_size=2))
+    held = model.model.layers[0].mlp.experts.gate_up_proj
+    assert len(held) == model.config.num_local_experts // 2
+    model.save_pretrained(target)
+    ids = torch.arange(3, 12)[None].to(local_device())
+    return model(input_ids=ids, labels=ids).loss.item()
+
+
+def test_a_rank_reads_its_own_experts_only_and_files_are_stock(tmp_path):
+    stock = tiny_class("mixtral", "causal", torch.float32)
+    stock.save_pretrained(tmp_path / "stock")
+    ids = torch.arange(3, 12)[None]
+    expected = stock(input_ids=ids, labels=ids).loss.item()
+    losses = run_ranks(files, 2, str(tmp_path / "stock"), str(tmp_path / "ours"), device="cpu")
+    assert losses == pytest.approx([expected] * 2, rel=1e-5)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in stock.state_dict().items())
+
+
+def refusals(rank, world_size):
+    with pytest.raises(PlanError, match="has no experts"):
+        patch_model(tiny_class("llama", "causal"), ParallelConfig(expert_parallel_size=2))
+    with pytest.raises(PlanError, match="does not divide the 3 experts"):
+        patch_model(tiny_class("mixtral", "causal", num_local_experts=3), ParallelConfig(expert_parallel_size=2))
+    with pytest.raises(MeshError, match="does not divide the 2 ranks"):
+        ParallelConfig(expert_parallel_size=3).build_mesh()
+
+
+def test_what_experts_cannot_do_is_refused():
+    run_ranks(refusals, 2, device="cpu")
+    with pytest.raises(MeshError, match="must be a multiple of tensor_parallel_size 2"):
+        ParallelConfig(tensor_parallel_size=2, expert_parallel_size=3)
+    with pytest.raises(MeshError, match="can't be combined with pipeline_parallel_size"):
+        ParallelConfig(pipeline_parallel_size=2, expert_parallel_size=2)
+
+
+def mixtral():
+    return tiny_class("mixtral", "causal", torch.float32, vocab_size=scenario.VOCABULARY)
+
+
+def trained(rank, world_size, directory, options):
+    torch.manual_seed(rank)
+    options = dict(num_train_epochs=1, evaluate_first=False, **options)
+    return scenario.run(NeuronTrainer, NeuronTrainingArguments, directory, model=mixtral(), **options)
+
+
+def test_what_a_user_of_the_trainer_sees_is_what_one_process_shows(tmp_path):
+    stock = scenario.run(
+        Trainer,
+        TrainingArguments,
+        str(tmp_path / "stock"),
+        model=mixtral(),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        num_train_epochs=1,
+        evaluate_first=False,
+        wrap_rows=3,  # data-parallel ranks fill the last batch up with the first rows
+    )
+    for result in run_ranks(trained, 2, str(tmp_path / "ours"), dict(expert_parallel_size=2)):
+        assert_same(result, stock)
+    ours, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / which / "result").state_dict() for which in ("ours", "stock")
+    )
+    for name, weight in expected.items():
+        off = (ours[name] - weight).abs() > 1e-5 + 1e-5 * weight.abs()
+        assert off.float().mean() < 1e-3, name
