@@ -122,7 +122,9 @@ class Case:
         with KeepFloat64() if self.dtype == torch.float64 else nullcontext():
             outputs = model(**copied(self.inputs))
             loss = outputs.loss if hasattr(outputs, "loss") else None
-            loss = objective(outputs) if loss is None else loss.sum()  # some classes compute no loss
+            if loss is None:  # some classes compute none
+                loss = objective(outputs) if torch.is_grad_enabled() else torch.zeros(())
+            loss = loss.sum()
             if backward:
                 loss.backward()
         return loss.detach(), outputs
@@ -213,7 +215,7 @@ def weights_by_part(model: nn.Module, trained: bool = False) -> dict[str, dict[s
     parts: dict[str, dict[str, list[str]]] = {"attention": {}, "mlp": {}}
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or WHOLE_BY_DESIGN.search(name):
+        if parameter.dim() < 2 or WHOLE_BY_DESIGN.search(".".join(name.split(".")[-3:])):
             continue
         if trained and (parameter.grad is None or not parameter.grad.any()):
             continue
@@ -233,7 +235,7 @@ def weights_by_part(model: nn.Module, trained: bool = False) -> dict[str, dict[s
         inner = [
             owner
             for owner in inner
-            if not re.search(r"Model|Layer$|Block$|Decoder|Encoder", type(modules[owner]).__name__)
+            if not re.search(r"(Model|Layer|Block|Decoder|Encoder)$", type(modules[owner]).__name__)
         ]
         if re.search(r"classifier|head", name):
             continue
