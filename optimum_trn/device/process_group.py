@@ -27,7 +27,7 @@ def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     # Or a rank that is done at once would close connections that others are still making.
     gloo.barrier().wait()  # type: ignore[attr-defined]
     extension = load_extension()
-    group: Backend = extension.ProcessGroupNeuron(gloo)
+    group: Backend = extension.ProcessGroupNeuron(gloo, store)
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
     return group
 

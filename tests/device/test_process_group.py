@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -391,3 +392,33 @@ def test_the_death_of_a_rank_is_an_error_on_every_other_at_once():
         assert "rank 3 of the group died" in text and f"on rank {rank} of 4" in text
         assert "rank 3 of the group died" in later
         assert survivors == (2.0 if rank < 2 else 1.0), "a group without the victim goes on"
+
+
+def go_astray(rank, world_size, kind):
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=8))
+    dist.barrier(group)
+    tensor, shards = torch.ones(4, device="neuron"), torch.ones(4 * world_size, device="neuron")
+    calls = [
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.all_gather_into_tensor(shards, tensor, group=group),
+    ]
+    if rank == 2 and kind == "reordered":
+        calls.reverse()
+    if rank == 2 and kind == "left out":
+        calls.pop(0)
+    try:
+        for call in calls:
+            call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("kind", ["reordered", "left out"])
+def test_a_rank_that_calls_in_another_order_is_named_on_every_rank(kind):
+    for rank, text in enumerate(on_ranks(go_astray, kind, world_size=3)):
+        assert "The ranks differ in call 2 of this group: rank 2 called all_gather_into_tensor of 4 Float" in text, (
+            rank,
+            text,
+        )
+        assert "but ranks 0 and 1 called all_reduce of 4 Float" in text

@@ -15,6 +15,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "call_log.h"
 #include "neuron.h"
 
 namespace neuron {
@@ -41,9 +42,10 @@ struct GroupState {
   std::condition_variable failed;
   std::string failure;
   bool closed = false;  // the group is gone
+  CallLog calls;
   std::unordered_map<NeuronWork*, c10::intrusive_ptr<NeuronWork>> pending;
 
-  GroupState(int rank_, int size_) : rank(rank_), size(size_) {}
+  GroupState(int rank_, int size_, c10::intrusive_ptr<c10d::Store> store) : rank(rank_), size(size_), calls(rank_, size_, std::move(store)) {}
 
   // Every pending and every later operation raises DistBackendError with this reason.
   void fail(const std::string& reason);
@@ -163,7 +165,7 @@ class NeuronWork final : public Work {
         run_signal_handlers();
         if (timeout > kNoTimeout && std::chrono::steady_clock::now() - start > timeout) {
           std::rethrow_exception(backend_error(c10::str(
-              name_, " on rank ", group_->rank, " of ", group_->size, " did not finish in ", timeout.count(), " ms: not every rank called it.")));
+              name_, " on rank ", group_->rank, " of ", group_->size, " did not finish in ", timeout.count(), " ms. ", group_->calls.difference())));
         }
         lock.lock();
       }
@@ -184,7 +186,10 @@ class NeuronWork final : public Work {
   std::exception_ptr explain(const std::exception_ptr& error) {
     std::unique_lock<std::mutex> lock(group_->mutex);
     group_->failed.wait_for(lock, Milliseconds(500), [this] { return !group_->failure.empty() || decided_; });
-    const std::string reason = group_->failure.empty() ? text_of(error) : group_->failure;
+    std::string reason = group_->failure;
+    lock.unlock();
+    // Nobody died: gloo could not make sense of what came, or nothing came in time.
+    if (reason.empty() && !decided_) reason = c10::str(group_->calls.difference(), " (gloo: ", text_of(error), ")");
     return backend_error(c10::str(name_, " on rank ", group_->rank, " of ", group_->size, " failed: ", reason));
   }
 
@@ -219,8 +224,8 @@ struct Reduction {
 
 class ProcessGroupNeuron final : public Backend {
  public:
-  explicit ProcessGroupNeuron(c10::intrusive_ptr<Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), state_(std::make_shared<GroupState>(rank_, size_)) {}
+  ProcessGroupNeuron(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<c10d::Store> store)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), state_(std::make_shared<GroupState>(rank_, size_, std::move(store))) {}
 
   ~ProcessGroupNeuron() override {
     // After a failure gloo's threads sit in operations that nobody will answer, and its destructor would wait for them.
@@ -461,6 +466,7 @@ class ProcessGroupNeuron final : public Backend {
   WorkPtr start(OpType op, const char* name, const Tensors& inputs, const Tensors& outputs, const std::vector<WorkPtr>& parts, Step finish = {}) {
     require_alive(name);
     auto work = new_work(op, name, inputs, outputs);
+    state_->calls.add(name, inputs.empty() ? Tensor() : inputs[0]);
     work->follow(parts, std::move(finish));
     if (coalescing_) coalesced_.push_back(work);
     return work;
@@ -718,7 +724,7 @@ void bind_process_group(pybind11::module_& module) {
       })
       .def("fail", &GroupState::fail, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupNeuron, c10::intrusive_ptr<ProcessGroupNeuron>, Backend>(module, "ProcessGroupNeuron")
-      .def(py::init<c10::intrusive_ptr<Backend>>(), py::arg("gloo"))
+      .def(py::init<c10::intrusive_ptr<Backend>, c10::intrusive_ptr<c10d::Store>>(), py::arg("gloo"), py::arg("store"))
       .def_property_readonly("state", &ProcessGroupNeuron::state);
 }
 
