@@ -8,9 +8,11 @@ from transformers import PreTrainedModel
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
 from optimum_trn.patching.adapters import adapters_aside, has_adapters
-from optimum_trn.patching.composite import plan_for
+from optimum_trn.patching.composite import CompositePlan, plan_for
+from optimum_trn.patching.cutting import place_parameters
 from optimum_trn.patching.engine import install, uninstall
 from optimum_trn.patching.fusion import record_fusion
+from optimum_trn.patching.infer import infer_plan
 from optimum_trn.patching.schedule import Schedule
 from optimum_trn.patching.stage_plan import record_stages, validate_stages
 from optimum_trn.patching.state import PatchReport, state_of, with_unproven
@@ -42,6 +44,8 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
     if size == 1 and stages == 1 and not fuses:
         return install(model, (), parallel_config, mesh).report
     plan = plan_for(model.config, type(model))
+    if isinstance(plan, CompositePlan) and size > 1 and not _fits(plan, model, mesh, parallel_config):
+        plan = infer_plan(model.config, type(model))
     plan.validate(model.config, size)
     validate_stages(plan, model.config, stages)
     if stages > 1 and has_adapters(model):
@@ -67,6 +71,19 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
             with adapters_aside(model):
                 uninstall(model)
         raise
+
+
+def _fits(plan: CompositePlan, model: PreTrainedModel, mesh: DeviceMesh | None, config: ParallelConfig) -> bool:
+    """Whether the declarations of the towers are right for this class, which may have parts of them, or tie them."""
+    assert mesh is not None
+    schedule = Schedule(model, mesh, config)
+    try:
+        with adapters_aside(model):
+            plan.record(schedule)
+            place_parameters(model, schedule.check(), config.tensor_parallel_size)
+    except PlanError:
+        return False
+    return True
 
 
 def unpatch_model(model: PreTrainedModel) -> None:

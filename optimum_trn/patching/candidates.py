@@ -19,7 +19,7 @@ OF_KEYS = re.compile(r"kv|key_value|_k_heads|groups")
 NEVER = re.compile(r"head_dim|head_size|d_head|dim_head|layer_id|value_proj_dim|num_key_value_groups|^training$|^_")
 DOWN = re.compile(r"(q_a_proj|kv_a_proj|kv_a_proj_with_mqa|q_down_proj|kv_down_proj|wq_a|wkv_a|o_a_proj)|index", re.I)
 CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads")
-MANY = 48
+MANY = 64
 
 
 def candidates(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterator[Region]:
@@ -98,6 +98,8 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
     seen = set()
 
     order: list[Any] = [(bases[0], n, switched[0], {}) for n in choices[:4]]
+    if inputs:  # unless the first layer makes them, of its own heads
+        order += [(bases[0], n, switched[0], {"inputs": {}}) for n in choices[:4]]
     order += [(bases[0], n, switched[0], {"local_widths": True}) for n in choices[:4]]
     order += [(b, n, s, {}) for b in bases for n in choices[:6] for s in switched[:1]]
     order += [(bases[0], n, s, {}) for s in switched[1:6] for n in choices[:4]]
