@@ -160,7 +160,7 @@ class NeuronTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """This rank's share: transformers' 6 * tokens * parameters of the whole model, over the ranks that share it."""
         state = state_of(self.model)
-        if state is None or state.config.ranks_per_copy == 1:
+        if state is None or not state.config.shares_model:
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
         if name not in inputs:

@@ -12,6 +12,7 @@ from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
+from optimum_trn.parallel.expert_parallel import _Exchange, _exchanged
 from optimum_trn.parallel.topology import Topology
 from optimum_trn.parallel.traffic import Traffic
 from optimum_trn.patching import patch_model, state_of, unpatch_model
@@ -112,9 +113,7 @@ def test_the_group_of_the_experts_spans_tensor_data_and_context_parallel_ranks(w
 
 
 def lossy(ctx, *grads):
-    return optimum_trn.parallel.expert_parallel._exchanged(0.99 * grads[0], ctx.received, ctx.sent, ctx.group), *[
-        None
-    ] * 3
+    return _exchanged(0.99 * grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def uncounted(self, gradients):
@@ -123,11 +122,7 @@ def uncounted(self, gradients):
 
 def planted(rank, world_size, error):
     owner, name, wrong = {
-        "gradients of travelling tokens": (
-            optimum_trn.parallel.expert_parallel._Exchange,
-            "backward",
-            staticmethod(lossy),
-        ),
+        "gradients of travelling tokens": (_Exchange, "backward", staticmethod(lossy)),
         "experts in the norm": (Replication, "_of_experts", uncounted),
     }[error]
     stock = owner.__dict__[name]
@@ -221,7 +216,7 @@ def mixtral():
 
 def trained(rank, world_size, directory, options):
     torch.manual_seed(rank)
-    options = dict(num_train_epochs=1, evaluate_first=False, **options)
+    options = dict(num_train_epochs=1, evaluate_first=False, train_sampling_strategy="sequential", **options)
     return scenario.run(NeuronTrainer, NeuronTrainingArguments, directory, model=mixtral(), **options)
 
 
@@ -236,6 +231,7 @@ def test_what_a_user_of_the_trainer_sees_is_what_one_process_shows(tmp_path):
         per_device_eval_batch_size=4,
         num_train_epochs=1,
         evaluate_first=False,
+        train_sampling_strategy="sequential",
         wrap_rows=3,  # data-parallel ranks fill the last batch up with the first rows
     )
     for result in run_ranks(trained, 2, str(tmp_path / "ours"), dict(expert_parallel_size=2)):
