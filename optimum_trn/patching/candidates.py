@@ -99,7 +99,7 @@ def attentions(parts: Sequence[Part], model: nn.Module, trace: Trace) -> Iterato
 
     order: list[Any] = [(bases[0], n, switched[0], {}) for n in choices[:4]]
     if inputs:  # unless the first layer makes them, of its own heads
-        order += [(bases[0], n, switched[0], {"inputs": {}}) for n in choices[:4]]
+        order += [(bases[0], n, switched[0], {"inputs": {}}) for n in choices[:10]]
     order += [(bases[0], n, switched[0], {"local_widths": True}) for n in choices[:4]]
     order += [(b, n, s, {}) for b in bases for n in choices[:6] for s in switched[:1]]
     order += [(bases[0], n, s, {}) for s in switched[1:6] for n in choices[:4]]
@@ -292,7 +292,8 @@ def _numbers(part: Part, block: nn.Module, heads: Heads) -> Iterator[tuple[tuple
     plain = [
         name for name in widths if not re.search(r"hidden_size$|embed_dim$|d_model$|\.dim$|^dim$|hidden_dim$", name)
     ]
-    sets = [(), tuple(counts), tuple(counts + widths), tuple(counts + plain)]
+    inner = [name for name in widths if re.search(r"inner|all_head|qkv|attn_dim|split_size", name)]
+    sets = [(), tuple(counts), tuple(counts + inner), tuple(counts + widths), tuple(counts + plain)]
     sets += [(*counts, name) for name in widths]
     sets += [(*counts, *pair) for pair in itertools.combinations(widths, 2)]
     sets += [(name,) for name in counts]
@@ -301,8 +302,8 @@ def _numbers(part: Part, block: nn.Module, heads: Heads) -> Iterator[tuple[tuple
     pairs += [(tuple(counts + deep), ()), (tuple(counts + widths + deep), ()), (tuple(deep), ()), (tuple(widths), ())]
     pairs += [((*counts, name), ()) for name in deep[:6]]
     if len(pairs) > 8 and configured:  # the config early, since few models need combinations
-        pairs.insert(3, ((), configured))
-        pairs.insert(4, (tuple(counts), configured))
+        pairs.insert(2, ((), configured))
+        pairs.insert(3, (tuple(counts), configured))
     yield from dict.fromkeys(pairs)
 
 
