@@ -33,7 +33,7 @@ from tests.models.zoo import zoo_inputs, zoo_model
 RANKS = 2
 SECONDS = 150
 """After which a configuration is given up."""
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 3e-3}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-3}  # some casts to float32 remain in float64
 FLOORS = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest gradient: what counts as zero
 ATTENTION = re.compile(r"Attention|Attn(?!Mask)")
 FEED_FORWARD = re.compile(
