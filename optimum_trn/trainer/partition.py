@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -50,10 +51,20 @@ def partition_model(model: Any, mesh: DeviceMesh, topology: Topology, device: to
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, group=mesh.get_group("dp"), group_src=0)
     name = type(model).__name__
-    blocks = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in blocks]
-    partition(model, mesh, layers, topology)
+    partition(model, mesh, layers_of(model), topology)
     # FSDP2 gives the instance a class of its own, by whose name transformers would not know it.
     model._get_name = functools.partial(str, name)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The blocks that transformers would not split over devices, but for those that share weights with the rest."""
+    blocks = set(model._no_split_modules or ())
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    layers = []
+    for block in (module for module in model.modules() if type(module).__name__ in blocks):
+        own = Counter(id(parameter) for module in block.modules() for parameter in module._parameters.values())
+        if all(count == owners[parameter] for parameter, count in own.items() if parameter != id(None)):
+            layers.append(block)
+    return layers
