@@ -32,5 +32,6 @@ for model_type in ("bart", "mbart", "whisper"):
                 Stack("encoder.layers", ENCODER, MLP(up="fc1", down="fc2", width="encoder_ffn_dim")),
                 Stack("decoder.layers", DECODER, Where(CROSS), MLP(up="fc1", down="fc2", width="decoder_ffn_dim")),
             ),
+            beside_layers={f"{part}.layernorm_embedding": "before" for part in ("encoder", "decoder")},
         )
     )

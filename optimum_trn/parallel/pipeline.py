@@ -178,4 +178,5 @@ def _backward_weights(kept: Kept, weights: list[nn.Parameter]) -> None:
     if not kept.inputs:
         _backward(kept)
     elif kept.weight_groups is not None:
-        stage_backward_weight(iter(weights), kept.weight_groups)
+        # Weights whose ways to the inputs meet share a part of the graph; all of it is let go of with `kept`.
+        stage_backward_weight(iter(weights), kept.weight_groups, retain_graph=True)

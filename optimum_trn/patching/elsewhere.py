@@ -21,8 +21,17 @@ class Passage:
     """One pass of a stage through the stock forward: where it is, and what it takes over and hands on."""
 
     received: Any = None
+    encoded: Any = None
     sent: Any = None
     phase: Literal["idle", "before", "layers", "after"] = "idle"
+
+    def start(self, received: Any, encoded: Any) -> None:
+        """Begins a pass with what the last layer, and the encoder, of the stages before have given."""
+        self.received, self.encoded, self.sent, self.phase = received, encoded, None, "before"
+
+    def stop(self) -> None:
+        """Lets go of all tensors."""
+        self.received, self.encoded, self.sent, self.phase = None, None, None, "idle"
 
     def require_running(self) -> None:
         """Raises `PlanError` unless a pipeline runs the stage."""
@@ -74,12 +83,13 @@ class PassingLayer(Elsewhere):
 class ShapeOnly(Elsewhere):
     """A module before or after all layers, of another stage: gives NaN in the shape of what the stock one gives.
 
-    The stock forward runs on the meta device.  NaN, so that nothing of it can go unnoticed into a result.
+    The stock forward runs on the meta device.  NaN, so that nothing of it can go unnoticed into a result.  Raises
+    `PlanError` if it is used on another side of the layers than on `side`.
     """
 
-    side: Side
+    side: Side | None
 
-    def __init__(self, stock: nn.Module, passage: Passage, side: Side) -> None:
+    def __init__(self, stock: nn.Module, passage: Passage, side: Side | None) -> None:
         super().__init__(stock, passage)
         self.__dict__["side"] = side
 

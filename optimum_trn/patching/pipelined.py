@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import find_labels
 
 from optimum_trn.parallel.pipeline import Pipeline
@@ -61,9 +62,9 @@ class PipelinedModel:
         return self.engine.evaluate(run, shapes_of(batch))
 
     def _run(self, stage: int, received: Any, batch: Batch, compute: Compute) -> Any:
-        if stage == self.staged.stages.num_stages - 1:
-            return self.staged.run(stage, received, lambda: compute(batch))
-        return self.staged.run(stage, received, lambda: self.model(**own_inputs(self.staged, stage, batch)))
+        inputs = own_inputs(self.staged, stage, batch, received)
+        is_last = stage == self.staged.stages.num_stages - 1
+        return self.staged.run(stage, received, lambda: compute(inputs) if is_last else self.model(**inputs))
 
     def _loss(self, batch: Batch) -> Any:
         return self.model(**batch).loss
@@ -72,12 +73,18 @@ class PipelinedModel:
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
 
 
-def own_inputs(staged: StagedModel, stage: int, batch: Batch) -> dict[str, Any]:
-    """What a stage takes of a batch: all but the last one have no loss to compute."""
-    if stage == staged.stages.num_stages - 1:
-        return dict(batch)
-    labels = find_labels(type(staged.model))
-    return {name: value for name, value in batch.items() if name not in labels}
+def own_inputs(staged: StagedModel, stage: int, batch: Batch, received: Any) -> dict[str, Any]:
+    """What a stage takes of a batch: all but the last one have no loss to compute; behind an encoder it is not run."""
+    inputs, stages = dict(batch), staged.stages
+    if stage < stages.num_stages - 1:
+        labels = {name: inputs.pop(name) for name in find_labels(type(staged.model)) if name in inputs}
+        # What the stock forward makes of labels; where it does not, there is no such method.
+        prepare = getattr(staged.model, "prepare_decoder_input_ids_from_labels", None)
+        if stages.encoder_end is not None and prepare is not None and labels.get("labels") is not None:
+            inputs.setdefault("decoder_input_ids", prepare(labels["labels"]))
+    if stages.encoder_end is not None and stage > stages.encoder_end:
+        inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=received[0])
+    return inputs
 
 
 def shapes_of(batch: Batch) -> Hashable:

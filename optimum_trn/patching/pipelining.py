@@ -15,7 +15,8 @@ from optimum_trn.parallel.pipeline import Pipeline
 from optimum_trn.patching.marks import BesideLayers, EndsStage, Mark
 from optimum_trn.patching.pipelined import PipelinedModel
 from optimum_trn.patching.sequence import SequenceSharded
-from optimum_trn.patching.stages import StagedModel, map_stages
+from optimum_trn.patching.stage_map import map_stages
+from optimum_trn.patching.stages import StagedModel
 from optimum_trn.patching.styles import Action
 
 
@@ -46,10 +47,26 @@ def cut_stages(
                 f"last one. Set it to False, or pipeline_parallel_size=1."
             )
     beside = {path: style.side for path, style in actions if isinstance(style, BesideLayers)}
-    stages = map_stages(model, ends, beside)
+    stages = map_stages(model, stacks_of(model, ends), ends, beside)
+    if stages.encoder_end is not None and parallel_config.pipeline_schedule == "zero_bubble":
+        # torch's split of a backward pass loses gradients where inputs join a stage in several places.
+        raise PlanError(
+            f"pipeline_schedule='zero_bubble' does not run encoder-decoders such as {type(model).__name__}. Use one of "
+            "1f1b, interleaved_1f1b and gpipe."
+        )
     group = RankGroup(mesh.get_group(PIPELINE_AXIS))
     engine = Pipeline(group, parallel_config.pipeline_schedule, _device(mesh))
     return PipelinedModel(model, StagedModel(model, stages, group), engine)
+
+
+def stacks_of(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
+    """The module lists of the layers at which stages end; of an encoder-decoder always both."""
+    stacks = list(dict.fromkeys(path.rpartition(".")[0] for path in ends))
+    if len(stacks) == 1:
+        twins = [stacks[0].replace("encoder", "decoder"), stacks[0].replace("decoder", "encoder")]
+        modules = dict(model.named_modules())
+        stacks = [stack for stack in modules if stack in twins]
+    return stacks
 
 
 def concerns(pipeline: PipelinedModel, action: Action) -> bool:

@@ -162,14 +162,21 @@ class CutPipelineStage(Primitive):
             owner = model.get_submodule(layers)
             if not isinstance(owner, nn.ModuleList):
                 raise PlanError(f"{path} is not a layer of a module list, after which a pipeline stage could end.")
-            if int(name) == len(owner) - 1:
+            # After an encoder the decoder follows.
+            if int(name) == len(owner) - 1 and not _has_decoder(model, layers):
                 raise PlanError(f"{path} is the last layer: a pipeline stage after it would be empty.")
         return [Action(path, EndsStage()) for path in paths]
 
     def check(self, actions: Sequence[Action], styles: Mapping[str, Sequence[Style]]) -> None:
         ends = [path for path, own in styles.items() if any(isinstance(style, EndsStage) for style in own)]
-        if len({path.rpartition(".")[0] for path in ends}) > 1:
+        if len({path.rpartition(".")[0].replace("encoder", "decoder") for path in ends}) > 1:
             raise PlanError(f"pipeline stages end in different module lists: {', '.join(ends)}.")
+
+
+def _has_decoder(model: nn.Module, layers: str) -> bool:
+    """Whether the layers at a path are those of an encoder that a decoder follows."""
+    decoder = layers.replace("encoder", "decoder")
+    return decoder != layers and any(name == decoder for name, _ in model.named_modules())
 
 
 def _computing(styles: Sequence[Style]) -> list[Style]:

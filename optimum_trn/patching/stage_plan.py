@@ -14,30 +14,38 @@ from optimum_trn.patching.elsewhere import Side
 from optimum_trn.patching.marks import BesideLayers
 from optimum_trn.patching.plan import ModelPlan, base_model_prefix
 from optimum_trn.patching.schedule import Schedule
-from optimum_trn.patching.stages import sides_of
+from optimum_trn.patching.stage_map import modules_beside
 
 
 def validate_stages(plan: ModelPlan | CompositePlan, config: Any, num_stages: int) -> None:
     """Raises `PlanError` for more stages than layers, and `UnsupportedModelError` for models without a pipeline cut."""
     if num_stages == 1:
         return
-    if isinstance(plan, CompositePlan) or len(plan.every_stack()) != 1:
+    stacks = () if isinstance(plan, CompositePlan) else plan.every_stack()
+    # An encoder, and the decoder that follows it, are one chain of layers.
+    if not 1 <= len(stacks) <= 2 or len({stack.layers.replace("encoder", "decoder") for stack in stacks}) > 1:
         raise UnsupportedModelError(
-            f"{plan.model_type} has several stacks of layers, which are not cut into pipeline stages. Set "
-            "pipeline_parallel_size=1."
+            f"{plan.model_type} has several stacks of layers that do not follow each other, which are not cut into "
+            "pipeline stages. Set pipeline_parallel_size=1."
         )
-    stack = plan.every_stack()[0]
-    if "*" in stack.layers or plan.shares_layers:
+    if any("*" in stack.layers for stack in stacks) or (isinstance(plan, ModelPlan) and plan.shares_layers):
         raise UnsupportedModelError(
             f"{plan.model_type} uses the same weights in several layers, so that no stage can have them alone. "
             "Set pipeline_parallel_size=1."
         )
-    layers = stack.config_of(config).num_hidden_layers
+    both = len(stacks) == 2 and config.is_encoder_decoder
+    layers = _num_layers(stacks[0].config_of(config), both)
     if num_stages > layers:
         raise PlanError(
             f"{plan.model_type}: {layers} layers cannot make {num_stages} pipeline stages; {layers} is the most. "
             "Lower pipeline_parallel_size, or take a schedule with one stage a rank."
         )
+
+
+def _num_layers(config: Any, both: bool) -> int:
+    """The layers of one stack, or of an encoder and a decoder together."""
+    names = ("num_decoder_layers", "decoder_layers") if both else ()
+    return config.num_hidden_layers + sum(getattr(config, name, 0) or 0 for name in names)
 
 
 def record_stages(plan: ModelPlan | CompositePlan, schedule: Schedule, num_stages: int) -> None:
@@ -58,14 +66,16 @@ def stage_ends(
     prefix = base_model_prefix(model)
     modules = dict(model.named_modules())
     beside = {prefix + name: side for name, side in plan.beside_layers.items() if prefix + name in modules}
-    stack = prefix + plan.every_stack()[0].layers
-    config = plan.every_stack()[0].config_of(model.config)
+    stacks = [stack for stack in plan.every_stack() if prefix + stack.layers in modules]
+    paths = [prefix + stack.layers for stack in stacks]
     outside = {"before": 0.0, "after": 0.0}
-    for path, side in sides_of(model, stack, beside).items():
-        outside[side] += _cost_outside(model, modules[path], config)
-    costs = [cost(layer, config) for layer in modules[stack].children()]
-    ends = balanced_ends(costs, num_stages, outside["before"], outside["after"])
-    return [f"{stack}.{end}" for end in ends], beside
+    for path, (side, stack) in modules_beside(model, paths, beside).items():
+        if (side, stack) in (("before", 0), ("after", len(stacks) - 1)):  # of what is in between, none costs much
+            outside[side] += _cost_outside(model, modules[path], model.config)
+    layers = [f"{path}.{name}" for path in paths for name, _ in modules[path].named_children()]
+    configs = {path: stack.config_of(model.config) for path, stack in zip(paths, stacks, strict=True)}
+    costs = [cost(modules[layer], configs[layer.rpartition(".")[0]]) for layer in layers]
+    return [layers[end] for end in balanced_ends(costs, num_stages, outside["before"], outside["after"])], beside
 
 
 def _cost_outside(model: PreTrainedModel, module: nn.Module, config: Any) -> float:

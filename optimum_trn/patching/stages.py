@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,93 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from optimum_trn.errors import UnsupportedModelError
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.random import rank_random
-from optimum_trn.patching.elsewhere import Elsewhere, HandOver, Passage, PassingLayer, ShapeOnly, Side, on_meta
-
-
-@dataclass(frozen=True)
-class StageMap:
-    """Which stage has which module, and which tensor: the same on all ranks.
-
-    `modules` has the layers and everything with parameters beside them, by path; `tensors` everything in the state dict
-    of the whole model, by each of its names, in order.  `tied` lists, for each parameter that goes by names on several
-    stages, a name on each of them.
-    """
-
-    num_stages: int
-    layers: tuple[str, ...]
-    modules: dict[str, int]
-    sides: dict[str, Side]
-    tensors: dict[str, Tensor]
-    aliases: dict[str, tuple[str, ...]]
-
-    def stage_of(self, name: str) -> int | None:
-        """The stage that has the tensor or module of that name; None if all have it."""
-        while name:
-            if name in self.modules:
-                return self.modules[name]
-            name = name.rpartition(".")[0]
-        return None
-
-
-def map_stages(model: Any, ends: Sequence[str], beside_layers: Mapping[str, Side] | None = None) -> StageMap:
-    """The stages of a whole model that end after the layers at `ends`.
-
-    Of the modules beside the layers, those that are used before them belong to the first stage, and the others to the
-    last one.  `UnsupportedModelError` for parameters that belong to no such module.
-    """
-    stack = ends[0].rpartition(".")[0]
-    layers = tuple(f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_children())
-    modules: dict[str, int] = {}
-    stage = 0
-    for path in layers:
-        modules[path] = stage
-        stage += path in ends
-    sides = sides_of(model, stack, beside_layers or {})
-    modules |= {path: 0 if side == "before" else stage for path, side in sides.items()}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    # On the meta device, tied names may not be one parameter yet.
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        groups = [group for group in names.values() if target in group or source in group]
-        if len(groups) == 2:
-            groups[0] += groups[1]
-            groups[1].clear()
-    aliases = {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
-    tensors = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
-    return StageMap(stage + 1, layers, modules, sides, tensors, aliases)
-
-
-def sides_of(model: Any, stack: str, beside_layers: Mapping[str, Side]) -> dict[str, Side]:
-    """Which of the modules with parameters beside the layers of a stack are used before, and which after them.
-
-    Those of `beside_layers` as it says.  Within the base model the others are used in the order in which they are
-    registered; those outside of it are heads.
-    """
-    sides: dict[str, Side] = {}
-    outside = True
-    parts = stack.split(".")
-    for depth, part in enumerate(parts):
-        parent_path = ".".join(parts[:depth])
-        parent = model.get_submodule(parent_path)
-        outside = outside and parent is not model.base_model
-        own = [name for name, _ in parent.named_parameters(recurse=False)]
-        if own:
-            raise UnsupportedModelError(
-                f"{type(parent).__name__} has the parameters {', '.join(own)} of its own, next to its layers: which "
-                "pipeline stage needs them is unknown. Set pipeline_parallel_size=1 for this model."
-            )
-        side: Side = "after" if outside else "before"
-        for name, child in parent.named_children():
-            path = f"{parent_path}.{name}" if parent_path else name
-            if name == part:
-                side = "after"
-            elif any(True for _ in child.parameters()):
-                sides[path] = beside_layers.get(path, side)
-    return sides
+from optimum_trn.patching.elsewhere import Elsewhere, HandOver, Passage, PassingLayer, ShapeOnly, on_meta
+from optimum_trn.patching.stage_map import StageMap
 
 
 class StagedModel:
@@ -121,20 +37,21 @@ class StagedModel:
                 if len(self.own) == 1:
                     continue
             stock = on_meta(module)
-            side = stages.sides.get(path)
-            self.elsewhere[path] = (
-                PassingLayer(stock, self.passage) if side is None else ShapeOnly(stock, self.passage, side)
-            )
+            if path in stages.sides:
+                # Between an encoder and a decoder, there is no telling before from after.
+                side = stages.sides[path] if stages.encoder_end is None else None
+                self.elsewhere[path] = ShapeOnly(stock, self.passage, side)
+            else:
+                self.elsewhere[path] = PassingLayer(stock, self.passage)
             if stage not in self.own:
                 self._put(path, self.elsewhere[path])
         for stage in self.own[: len(self.own) - self.is_last]:
-            last = [path for path in stages.layers if stages.modules[path] == stage][-1]
             hook = HandOver(self.passage, stage, lambda: self.running)
-            self._hooks.append(self.local[last].register_forward_hook(hook))
+            self._hooks.append(self.local[stages.last_layer(stage)].register_forward_hook(hook))
+        if stages.encoder_end is not None:
+            self._hooks.append(model.get_encoder().register_forward_hook(self._keep_encoded))
         self._stock_ties = model.all_tied_weights_keys
-        model.all_tied_weights_keys = {
-            target: source for target, source in self._stock_ties.items() if self.holds(target) and self.holds(source)
-        }
+        model.all_tied_weights_keys = self._local_ties()
 
     @property
     def is_last(self) -> bool:
@@ -168,6 +85,16 @@ class StagedModel:
         return {
             name: own[name] if name in own else self.whole(name) for name in self.stages.tensors if name not in left_out
         }
+
+    def _local_ties(self) -> dict[str, str]:
+        """The ties among the names of this rank; the first stands in for a source that it does not have."""
+        ties = {}
+        for target, source in self._stock_ties.items():
+            mine = [name for name in self.stages.aliases.get(target, (target, source)) if self.holds(name)]
+            source = source if self.holds(source) or not mine else mine[0]
+            if target in mine and source != target:
+                ties[target] = source
+        return ties
 
     def holders(self, name: str) -> list[int]:
         """The ranks that have the tensor of that name, or one that is tied to it, in ascending order."""
@@ -205,17 +132,32 @@ class StagedModel:
         return list(found.values())
 
     def run(self, stage: int, received: Any, call: Callable[[], Any]) -> Any:
-        """Calls the model as that stage: what the next one receives, or what `call` returns if it is the last one."""
+        """Calls the model as that stage: what the next one receives, or what `call` returns if it is the last one.
+
+        Stages hand on the outputs of their last layer; from the end of the encoder on, together with what it gave.
+        """
+        after_encoder = self.stages.encoder_end is not None and stage > self.stages.encoder_end
+        encoded, layers = received if after_encoder else (None, received)
         with self._only(stage):
-            self.passage.received, self.passage.sent, self.passage.phase = received, None, "before"
+            self.passage.start(layers, encoded)
             self.running = stage
             try:
                 with self._random():
                     result = call()
-                return result if stage == self.stages.num_stages - 1 else self.passage.sent
+                return result if stage == self.stages.num_stages - 1 else self._handed_on(stage)
             finally:
                 self.running = None
-                self.passage.received, self.passage.sent, self.passage.phase = None, None, "idle"
+                self.passage.stop()
+
+    def _handed_on(self, stage: int) -> Any:
+        end = self.stages.encoder_end
+        if end is None or stage < end:
+            return self.passage.sent
+        return self.passage.encoded, self.passage.sent if stage >= self.stages.decoder_start else None
+
+    def _keep_encoded(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.running is not None and self.running == self.stages.encoder_end:
+            self.passage.encoded = output[0]
 
     def _random(self) -> AbstractContextManager[None]:
         """In training, layers of different stages draw different random numbers, as layers of one process do."""

@@ -13,7 +13,7 @@ from optimum_trn.parallel.schedules import in_flight_bound
 from optimum_trn.patching import Schedule, patch_model, pipeline_of, state_of, unpatch_model
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
-from tests.models.families import tiny_class
+from tests.models.families import class_batch, tiny_class
 from tests.models.tiny import KeepFloat64
 from tests.trainer.scenario import llama, rows
 
@@ -201,6 +201,7 @@ def refusals(rank, world_size):
     expect(UnsupportedModelError, lambda: patch_model(tiny_class("albert", "masked"), CONFIG, mesh))
     expect(PlanError, lambda: patch_model(llama(output_hidden_states=True), CONFIG, mesh))
     expect(PlanError, lambda: Schedule(llama(num_hidden_layers=3), mesh)["model.layers.*"].schedule.apply())
+    expect(PlanError, lambda: patch_model(tiny_class("t5", "seq2seq"), ZERO_BUBBLE, mesh))
     model = llama()
     patch_model(model, CONFIG, mesh)
     expect(PlanError, lambda: model(**batches(3)[0]))
@@ -208,19 +209,21 @@ def refusals(rank, world_size):
 
 
 CONFIG = ParallelConfig(pipeline_parallel_size=2)
+ZERO_BUBBLE = ParallelConfig(pipeline_parallel_size=2, pipeline_schedule="zero_bubble")
 INTERLEAVED = "interleaved_1f1b"
 
 
 def test_mistakes_are_refused_with_numbers():
     first, second = run_ranks(refusals, 2, device="cpu")
     assert first == second
-    layers, interleaved, schedule, shared, hidden, cuts, alone = first
+    layers, interleaved, schedule, shared, hidden, cuts, split, alone = first
     assert "1 layers cannot make 2 pipeline stages" in layers
     assert "2 layers cannot make 4 pipeline stages" in interleaved
     assert "one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '2f2b'" in schedule
     assert "albert uses the same weights in several layers" in shared
     assert "output_hidden_states=True asks for a result of every layer" in hidden
     assert "cuts 1 pipeline stages, but pipeline_schedule '1f1b' runs 2 on 2 ranks" in cuts
+    assert "'zero_bubble' does not run encoder-decoders such as T5ForConditionalGeneration" in split
     assert "only a stage of the model" in alone
 
 
@@ -236,3 +239,41 @@ def chosen_cut(rank, world_size):
 def test_a_schedule_may_say_where_to_cut():
     first, second = run_ranks(chosen_cut, 2, device="cpu")
     assert [len(first), len(second)] == [1, 3]
+
+
+def translation(seed):
+    """A tiny T5 and micro-batches for it."""
+    model = tiny_class("t5", "seq2seq")
+    return model, [class_batch(model, "seq2seq", rows=3 + place % 2, seed=seed + place) for place in range(3)]
+
+
+def encoder_decoder(rank, world_size, schedule):
+    device = local_device()
+    model, data = translation(1)
+    config = ParallelConfig(pipeline_parallel_size=2, pipeline_schedule=schedule)
+    patch_model(model, config, config.build_mesh(device.type))
+    model.to(device)
+    data = [{name: value.to(device) for name, value in batch.items()} for batch in data]
+    with KeepFloat64():
+        losses = pipeline_of(model).step(data)
+        outputs = pipeline_of(model).evaluate(data[0])
+    gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    return losses.cpu(), outputs["logits"].cpu(), gradients
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", pytest.param("1f1b", marks=pytest.mark.full)])
+def test_an_encoder_decoder_with_tied_embeddings_and_shared_position_biases(schedule):
+    model, data = translation(1)
+    with KeepFloat64():
+        losses = torch.stack([model(**batch).loss for batch in data])
+        losses.sum().backward()
+        logits = model(**data[0]).logits
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    found = set()
+    for own_losses, own_logits, own_gradients in run_ranks(encoder_decoder, 2, schedule, environment=FLOAT64):
+        torch.testing.assert_close(own_losses, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(own_logits, logits, rtol=1e-9, atol=1e-12)
+        for name, gradient in own_gradients.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12)
+            found.add(id(model.get_parameter(name)))
+    assert found == {id(parameter) for parameter in model.parameters()}
