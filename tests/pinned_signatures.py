@@ -41,6 +41,10 @@ OWNERS = (
     "torch._ops.OpOverload",
     "torch.utils.data.RandomSampler",
     "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed.ProcessGroupGloo",
+    "torch.distributed.ProcessGroupGloo._Options",
+    "torch.nn.modules.batchnorm",
+    "torch.nn.modules.conv",
     "peft.tuners.lora.Linear",
 )
 """Classes and modules whose private attributes we use; their instance attributes count if their source assigns them."""
@@ -65,6 +69,9 @@ WRITTEN_BY_US = {
     "ds_shape": "peft.tuners.tuners_utils",
 }
 """Attributes that we set for a library to read, and the module whose source reads them."""
+
+PUBLIC_WITH_UNDERSCORE = {"_replace", "_asdict", "_fields"}
+"""Documented attributes of named tuples."""
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -141,7 +148,7 @@ def private_attributes() -> set[str]:
                     defined.add(node.attr)
                 elif not root.startswith("torch"):
                     used.add(node.attr)
-    return used - defined
+    return used - defined - PUBLIC_WITH_UNDERSCORE
 
 
 def resolve(name: str) -> Any:
