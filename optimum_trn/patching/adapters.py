@@ -79,6 +79,8 @@ def adopt_adapters(model: nn.Module) -> None:
     state = state_of(model)
     if not getattr(model, "peft_config", None) or state is None or not state.actions:
         return
+    if state.pipeline is not None:
+        raise PlanError("Adapters of PEFT are not cut into pipeline stages. Set pipeline_parallel_size=1 for them.")
     _refuse_options(model)
     fresh = _fresh_layers(model, state)
     for path, wrapper in _wrappers(model):

@@ -65,6 +65,12 @@ def annotations_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 def stages_of(model: nn.Module) -> list[list[str]]:
     """The layers of each pipeline stage of a patched model, by path; a single stage of none where nothing is cut."""
     state = state_of(model)
+    if state is not None and state.pipeline is not None:
+        chain = state.pipeline.staged.stages
+        return [
+            [path for stack in chain.stacks for path in stack if chain.modules[path] == stage]
+            for stage in range(chain.num_stages)
+        ]
     ends = [path for path, style in (() if state is None else state.actions) if isinstance(style, EndsStage)]
     if not ends:
         return [[]]

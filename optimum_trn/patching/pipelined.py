@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import find_labels
 
+from optimum_trn.errors import PlanError
 from optimum_trn.parallel.pipeline import Pipeline
 from optimum_trn.patching.stages import StagedModel
 
@@ -32,6 +34,7 @@ class PipelinedModel:
         returns what the model says its loss is unless given.
         """
         compute_loss = compute_loss or self._loss
+        self._refuse_reentrant_checkpoints()
         tied = {
             name: holders
             for name, holders in self.staged.tied_over_ranks().items()
@@ -65,6 +68,17 @@ class PipelinedModel:
         inputs = own_inputs(self.staged, stage, batch, received)
         is_last = stage == self.staged.stages.num_stages - 1
         return self.staged.run(stage, received, lambda: compute(inputs) if is_last else self.model(**inputs))
+
+    def _refuse_reentrant_checkpoints(self) -> None:
+        """They run layers without gradients first, so that what the last one hands on would have none."""
+        for module in self.model.modules():
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            reentrant = isinstance(function, partial) and function.keywords.get("use_reentrant")
+            if reentrant and getattr(module, "gradient_checkpointing", False):
+                raise PlanError(
+                    "gradient checkpointing with use_reentrant=True can't be combined with pipeline stages. Pass "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+                )
 
     def _loss(self, batch: Batch) -> Any:
         return self.model(**batch).loss

@@ -240,6 +240,11 @@ class Schedule:
         differs; see `optimum_trn.patching.verify`.
         """
         assert self.mesh is not None, "without a mesh there is nothing to compare"
+        if pipeline_size(self.mesh) > 1:
+            raise PlanError(
+                "verify compares whole models, and here every rank would have a stage only. Verify the schedule on a "
+                "mesh without pipeline ranks; cuts change nothing in what is computed."
+            )
         return verify(self.model, self.check(), self._parallel_config, self.mesh, batch, seed)
 
     def autotune(

@@ -205,6 +205,8 @@ def refusals(rank, world_size):
     model = llama()
     patch_model(model, CONFIG, mesh)
     expect(PlanError, lambda: model(**batches(3)[0]))
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    expect(PlanError, lambda: pipeline_of(model).step(batches(3)))
     return said
 
 
@@ -216,7 +218,7 @@ INTERLEAVED = "interleaved_1f1b"
 def test_mistakes_are_refused_with_numbers():
     first, second = run_ranks(refusals, 2, device="cpu")
     assert first == second
-    layers, interleaved, schedule, shared, hidden, cuts, split, alone = first
+    layers, interleaved, schedule, shared, hidden, cuts, split, alone, reentrant = first
     assert "1 layers cannot make 2 pipeline stages" in layers
     assert "2 layers cannot make 4 pipeline stages" in interleaved
     assert "one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, not '2f2b'" in schedule
@@ -225,6 +227,7 @@ def test_mistakes_are_refused_with_numbers():
     assert "cuts 1 pipeline stages, but pipeline_schedule '1f1b' runs 2 on 2 ranks" in cuts
     assert "'zero_bubble' does not run encoder-decoders such as T5ForConditionalGeneration" in split
     assert "only a stage of the model" in alone
+    assert "use_reentrant=True can't be combined with pipeline stages" in reentrant
 
 
 def chosen_cut(rank, world_size):
