@@ -221,7 +221,7 @@ def _check_recomputation(what: str | float | None) -> None:
     if what in (None, "full", "selective"):
         return
     try:
-        ratio = float(what)  # type: ignore[arg-type]
+        ratio = float(what)
     except ValueError:
         ratio = 0.0
     if not 0 < ratio <= 1:

@@ -1,10 +1,12 @@
 """Degrees that can't work are refused before anything is loaded, and say what would."""
 
 import sys
+from dataclasses import fields
 
 import pytest
 
 from optimum_trn.errors import MeshError
+from optimum_trn.parallel import ParallelConfig
 from optimum_trn.trainer import NeuronTrainingArguments
 from tests.distributed import run_ranks
 
@@ -43,6 +45,11 @@ def test_retrying_with_smaller_batches_is_refused_where_ranks_would_wait_for_eac
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="auto_find_batch_size works in one process only"):
         NeuronTrainingArguments(output_dir=str(tmp_path), auto_find_batch_size=True)
+
+
+def test_every_degree_is_an_argument_with_the_same_default():
+    stock = {field.name: field.default for field in fields(NeuronTrainingArguments)}
+    assert {field.name: field.default for field in fields(ParallelConfig)}.items() <= stock.items()
 
 
 def test_float16_is_refused_on_a_core(tmp_path):
