@@ -106,7 +106,7 @@ def _eager_attention(module: nn.Module) -> Callable[..., Any]:
     for owner in type(module).__mro__:
         function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
         if function is not None:
-            return function  # type: ignore[no-any-return]
+            return function
     raise PlanError(
         f"recompute='selective': {type(module).__name__} has no eager attention function of its own. "
         "Load the model with attn_implementation='sdpa'."
