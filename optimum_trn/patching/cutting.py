@@ -52,6 +52,7 @@ def cut(model: nn.Module, actions: Sequence[Action], placements: Mapping[str, Pl
     """Leaves of the parameters of the actions' modules what this rank holds, and gives the modules their styles."""
     for parameter, placement in _sharded(model, actions, placements):
         replace_data(parameter, partial(placement.shard, rank=group.rank))
+    actions = _once(model, actions)
     wrappers = [action for action in actions if isinstance(action.style, Wrapper)]
     for path, style in actions:
         if not isinstance(style, Wrapper):
@@ -70,11 +71,22 @@ def restore(
     """Takes back what `cut` did for these actions, with the current full parameters on every rank."""
     for parameter, placement in _sharded(model, actions, placements):
         replace_data(parameter, partial(unshard_from_group, placement=placement, group=group))
-    for path, style in reversed(actions):
+    for path, style in reversed(_once(model, actions)):
         module = model.get_submodule(path)
         if type(module.__dict__.get("forward")) is RuledForward:
             del module.forward
         style.revert(module)
+
+
+def _once(model: nn.Module, actions: Sequence[Action]) -> list[Action]:
+    """The actions without those repeated for a module that stands at several paths, as T5's resized embedding does."""
+    first: dict[int, str] = {}
+    kept = []
+    for action in actions:
+        path = first.setdefault(id(model.get_submodule(action.path)), action.path)
+        if path == action.path or Action(path, action.style) not in actions:
+            kept.append(action)
+    return kept
 
 
 def _sharded(

@@ -42,6 +42,8 @@ class ResizeTokenEmbeddings:
         parameters = [p for path in paths for p in model.get_submodule(path).parameters(recurse=False)]
         with torch.no_grad():
             for parameter in dict.fromkeys(parameters):
+                if parameter.grad is not None and parameter.grad.shape != parameter.shape:
+                    parameter.grad = None  # the stock method leaves that of the old rows
                 for group in (state.tp_group, state.dp_group):
                     dist.broadcast(parameter.data, group=group, group_src=0)
         size = state.config.tensor_parallel_size
