@@ -31,7 +31,7 @@ class DistributedExperts(ShardedExperts):
         super().__init__(module, group)
         self.tensor_group = tensor_group
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         size, num_tokens = self.tensor_group.size, len(hidden_states)
         if size == 1:
             return self._routed(hidden_states, top_k_index, top_k_weights)

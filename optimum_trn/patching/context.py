@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import find_packed_sequence_indices
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.context import ContextLayout
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import RankGroup
-from optimum_trn.parallel.ring import RingMask, Scoring, ring_attention
 from optimum_trn.patching.outputs import calls_loss_function
+from optimum_trn.patching.ring import RING, ForwardPass, active_layout, current_pass, register_ring_attention
 from optimum_trn.patching.wrappers import WrappingForward
-
-RING = "ring"
-"""The name of ring attention among transformers' attention implementations."""
 
 OWN_POSITIONS = {"opt", "roberta", "xlm-roberta", "camembert"}
 """Model types that count positions from the padding mask or the tokens, not from the start of the row."""
 
 TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 CACHES = ("cache", "past_key_values")
-
-
-@dataclass
-class _Pass:
-    """One forward pass: where its tokens are once they are cut, and whether they stay so behind the base model."""
-
-    keeps_local: bool
-    layout: ContextLayout | None = None
-
-
-_current: ContextVar[_Pass | None] = ContextVar("context_parallel_pass", default=None)
-
-
-def _active_layout() -> ContextLayout | None:
-    current = _current.get()
-    return None if current is None else current.layout
 
 
 def check_context(model: PreTrainedModel) -> None:
@@ -68,8 +46,7 @@ def check_context(model: PreTrainedModel) -> None:
 
 def share_context(model: PreTrainedModel, group: RankGroup) -> None:
     """Lets each rank of `group` compute the base model for its own tokens, with ring attention between them."""
-    ALL_ATTENTION_FUNCTIONS.register(RING, ring_attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(RING, ring_mask)
+    register_ring_attention()
     instance: Any = model
     base: Any = model.base_model
     stock = model.config._attn_implementation
@@ -99,9 +76,9 @@ def unshare_context(model: PreTrainedModel) -> None:
     model.set_attn_implementation(base.forward.stock_attention)
     WrappingForward.remove(base)
     pooler = getattr(base, "pooler", None)
-    for key, hook in [] if pooler is None else list(pooler._forward_pre_hooks.items()):
-        if isinstance(hook, WholeInput):
-            del pooler._forward_pre_hooks[key]
+    hooks = {} if pooler is None else pooler._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, WholeInput)]:
+        del hooks[key]
 
 
 def _stock_loss(loss: Any) -> Any:
@@ -130,17 +107,17 @@ class OwnTokensForward(WrappingForward):
         inputs.update(bound.arguments.get("kwargs", {}))
         if any(inputs.get(name) is not None for name in CACHES):
             return self.stock(*args, **kwargs)
-        current = _current.get() or _Pass(keeps_local=False)
-        token = _current.set(current)
+        current = current_pass.get() or ForwardPass(keeps_local=False)
+        token = current_pass.set(current)
         try:
             current.layout = self._layout(inputs)
             outputs = self.stock(**self._own(inputs, current.layout))
         finally:
-            _current.reset(token)
+            current_pass.reset(token)
         return self._whole(outputs, current)
 
     def _layout(self, inputs: dict[str, Any]) -> ContextLayout:
-        tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        tokens: Any = next(inputs[name] for name in TOKENS if inputs.get(name) is not None)
         length, mask, positions = tokens.shape[1], inputs.get("attention_mask"), inputs.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise PlanError(
@@ -175,7 +152,7 @@ class OwnTokensForward(WrappingForward):
                 raise PlanError(
                     f"context_parallel_size above 1: {name} has an entry a token, and nothing says how to cut it."
                 )
-        tokens = next(own[name] for name in TOKENS if own.get(name) is not None)
+        tokens: Any = next(own[name] for name in TOKENS if own.get(name) is not None)
         positions = inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(layout.padded_length, device=tokens.device)[None]
@@ -187,7 +164,7 @@ class OwnTokensForward(WrappingForward):
             own["use_cache"] = False
         return own
 
-    def _whole(self, outputs: Any, current: _Pass) -> Any:
+    def _whole(self, outputs: Any, current: ForwardPass) -> Any:
         layout = current.layout
         assert layout is not None
         for name, value in outputs.items():
@@ -221,7 +198,7 @@ class WholeInput:
     """A forward pre-hook of a pooler, which looks for the first token of the whole sequence."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        layout = _active_layout()
+        layout = active_layout()
         return args if layout is None else (layout.gather(args[0]), *args[1:])
 
 
@@ -241,11 +218,11 @@ class LocalLossForward(WrappingForward):
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = self.module.config.return_dict  # type: ignore[union-attr]
-        token = _current.set(_Pass(bool(keeps)))
+        token = current_pass.set(ForwardPass(bool(keeps)))
         try:
             outputs = self.stock(*args, return_dict=True, **kwargs)
         finally:
-            _current.reset(token)
+            current_pass.reset(token)
         if keeps:
             outputs.logits = None
         return outputs if return_dict else outputs.to_tuple()
@@ -269,12 +246,12 @@ class OwnTokensLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        current = _current.get()
+        current = current_pass.get()
         kwargs |= {"vocab_size": vocab_size, "ignore_index": ignore_index}
         if current is None or current.layout is None or not current.keeps_local:
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
-            return self.wrapped(logits=logits, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)  # type: ignore[no-any-return]
+            return self.wrapped(logits=logits, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
         target = labels if shift_labels is None else shift_labels
         assert target is not None
         if self.shifts and shift_labels is None:
@@ -284,55 +261,3 @@ class OwnTokensLoss:
         if num_items_in_batch is None:
             num_items_in_batch = (target != ignore_index).sum().to(logits.device)
         return current.layout.total(self.wrapped(logits=logits, num_items_in_batch=num_items_in_batch, **kwargs))
-
-
-def ring_mask(*args: Any, **kwargs: Any) -> Any:
-    """The mask function of the implementation `RING`, as transformers.masking_utils calls it.
-
-    Where tokens are cut it gives a `RingMask`, which the layers pass on to their attention, whatever it is.
-    """
-    layout = _active_layout()
-    if layout is None:
-        return sdpa_mask(*args, **kwargs)
-    if kwargs.get("use_vmap"):
-        raise PlanError("context_parallel_size above 1: the model adds a mask of its own to its attention.")
-    return RingMask(
-        layout,
-        kwargs["batch_size"],
-        kwargs["mask_function"],
-        is_causal=kwargs.get("allow_is_causal_skip", True),
-        window=kwargs.get("local_size"),
-    )
-
-
-def ring_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of the implementation `RING`, as transformers' layers call it; returns no weights."""
-    if not isinstance(attention_mask, RingMask):
-        if _active_layout() is not None:
-            raise PlanError(f"{type(module).__name__} attends with a mask that does not say where its tokens are.")
-        if s_aux is not None or softcap is not None:
-            raise PlanError(
-                f"{type(module).__name__}: its attention needs all tokens here, as in generation, and has sinks or a "
-                "cap that only ring attention computes. Load the model without context_parallel_size for it."
-            )
-        stock: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        kwargs["position_bias"] = position_bias
-        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    if position_bias is not None:
-        raise PlanError(f"{type(module).__name__} adds a position bias, which ring attention does not know.")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    seed = int(torch.randint(2**62, ())) if dropout else 0
-    output = ring_attention(query, key, value, attention_mask, Scoring(scale, softcap, dropout, seed), s_aux)
-    return output.transpose(1, 2).contiguous(), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, size: int) -> ExpertShards
     for path, module in _experts(model):
         for name, parameter in module.named_parameters():
             placement = placements[f"{path}.{name}"] = Placement.split(parameter.shape, size, 0)
-            replace_data(parameter, lambda whole, placement=placement: placement.shard(whole, group.rank))
+            replace_data(parameter, partial(placement.shard, rank=group.rank))
         instance: Any = module
         instance.forward = DistributedExperts(module, group, tensor_group)
     return ExpertShards(placements, group, experts.get_group("replicas"))
@@ -71,10 +72,7 @@ def unshare_experts(model: nn.Module, shards: ExpertShards) -> None:
     for path, module in _experts(model):
         for name, parameter in module.named_parameters():
             placement = shards.placements[f"{path}.{name}"]
-            replace_data(
-                parameter,
-                lambda local, placement=placement: unshard_from_group(local, placement, shards.group.process_group),
-            )
+            replace_data(parameter, partial(unshard_from_group, placement=placement, group=shards.group.process_group))
         del module.forward
 
 
