@@ -1,5 +1,7 @@
 """Every class of every family with a plan, patched, is its stock self: loss, all gradients, their norm, all outputs."""
 
+import copy
+
 import pytest
 import torch
 
@@ -42,6 +44,23 @@ def norms_of_stablelm(rank, world_size):
 
 def test_norms_that_are_one_module_for_each_head_are_refused_by_name():
     run_ranks(norms_of_stablelm, 2, device="cpu")
+
+
+def cross_attention_of_gpt_bigcode(rank, world_size):
+    stock = tiny_class("gpt_bigcode", "causal", torch.float32, add_cross_attention=True, multi_query=False)
+    inputs = class_batch(stock, "causal")
+    patched = copy.deepcopy(stock)
+    patch_model(patched, ParallelConfig(world_size))
+    for model in (stock, patched):
+        with pytest.raises(RuntimeError, match="split_with_sizes expects split_sizes to sum exactly to 128"):
+            model(**inputs)
+    del inputs["encoder_hidden_states"]
+    torch.testing.assert_close(patched(**inputs).loss, stock(**inputs).loss)
+
+
+def test_the_cross_attention_of_gpt_bigcode_fails_as_the_stock_one_does():
+    """Which splits keys from values by the width of one head."""
+    run_ranks(cross_attention_of_gpt_bigcode, 2, device="cpu")
 
 
 def logits_in_training(rank, world_size, model_type, kind):

@@ -84,6 +84,15 @@ def with_dropout(model_type):
     return model
 
 
+def inputs_of_row_wise_layers(model):
+    """What the blocks compute in the next forward, filled in by it."""
+    inputs = {}
+    for name, module in model.named_modules():
+        if type(module).__name__.startswith("RowParallel"):
+            module.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0].detach().clone()}))
+    return inputs
+
+
 def own_masks(rank, world_size, model_types):
     """With equal shards on all ranks, the blocks compute the same there, but for the masks that they draw."""
     for model_type in model_types.split():
@@ -95,12 +104,7 @@ def own_masks(rank, world_size, model_types):
         for name, parameter in model.named_parameters():
             if name not in replicated:
                 dist.broadcast(parameter.data, 0)
-        leaving = {}
-        for name, module in model.named_modules():
-            if type(module).__name__.startswith("RowParallel"):
-                module.register_forward_pre_hook(
-                    lambda _, args, name=name: leaving.setdefault(name, args[0].detach().clone())
-                )
+        leaving = inputs_of_row_wise_layers(model)
         with torch.no_grad():
             model.train()(**inputs)
         attentions = {name for name in leaving if "att" in name.lower()}
