@@ -13,7 +13,7 @@ PEFT = ["peft>=0.21,<0.22"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
-EXAMPLES = ["gguf>=0.10", "sentencepiece>=0.2", *PEFT]
+EXAMPLES = ["gguf>=0.10", "matplotlib>=3.8", "sentencepiece>=0.2", *PEFT]
 RAY = ["ray[train]>=2.40"]
 DEV = ["ruff>=0.6", "mypy>=1.11", "pre-commit>=3"]
 
