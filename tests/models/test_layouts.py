@@ -28,7 +28,7 @@ def test_loss_gradients_norm_and_outputs_of_every_family_at_every_layout(device,
         for name, result in results.items():
             model_type, _, *sequence = name.split()
             if sequence and "refused" in result:
-                assert model_type not in DECODERS and "sequence_parallel=True is for decoders" in result["refused"]
+                assert model_type not in DECODERS and "sequence_parallel=True is for " in result["refused"]
                 continue
             assert result["error"] < EXACT, (name, result)
             assert not result["control"] <= 1e-4, f"{name}: a part whose partial sum was lost changed no output"
