@@ -59,9 +59,10 @@ class CompositePlan:
                 f"{type(schedule.model).__name__} has none of the towers {sorted(self.towers)} of its config."
             )
         heads: list[nn.Module] = []
-        for path in ("", *recorded):  # the model often has the head of a tower as its own
-            model = schedule.model.get_submodule(path)
-            assert isinstance(model, PreTrainedModel)
+        for path, model in schedule.model.named_modules():  # a model around a tower often has the head as its own
+            around = any(f"{tower}.".startswith(f"{path}." if path else "") for tower in recorded)
+            if not isinstance(model, PreTrainedModel) or not around:
+                continue
             head = model.get_output_embeddings()
             if head is not None and not any(head is other for other in heads):
                 heads.append(head)

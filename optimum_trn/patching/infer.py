@@ -120,9 +120,11 @@ def _stock_class(given: type[Any] | None, config: PreTrainedConfig) -> type[PreT
             found: type[PreTrainedModel] = getattr(transformers, name)
             return found
     for mapping in MAPPINGS:
-        if type(config) in (known := getattr(modeling_auto, mapping)):
-            found = known[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found
+        try:
+            found = getattr(modeling_auto, mapping)[type(config)]
+        except (KeyError, ValueError):  # not in the mapping, or there under a name that transformers does not export
+            continue
+        return found[0] if isinstance(found, (tuple, list)) else found
     raise UnsupportedModelError(f"transformers has no model class for configs of type {config.model_type!r}.")
 
 
