@@ -58,7 +58,6 @@ class Traffic(TorchDispatchMode):
         before = ranks[ranks.index(dist.get_rank()) - 1]
         self.received[name, self.topology.link([before, dist.get_rank()])] += RING[name](size, len(ranks))
 
-
     def _count_all_to_all(self, name: str, output: Tensor, input: Tensor, group: Any, rows: Sequence[int]) -> None:
         ranks, rank = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)), dist.get_rank()
         for source, count in zip(ranks, rows or [len(output) // len(ranks)] * len(ranks), strict=True):
