@@ -74,7 +74,7 @@ class ShardedLoad:
             patch_model(model, self.parallel_config, self.mesh)
 
     def own(self, model: PreTrainedModel, present: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the sources by name, those of this rank's pipeline stages; a tied weight may have lost its source there."""
+        """Of the sources by name, those of this rank's stages; a tied weight may have lost its source there."""
         if pipeline_of(model) is None:
             return dict(present)
         names = {name: name for name in named_tensors(model) if name in present}
