@@ -14,6 +14,7 @@ from optimum_trn.patching.proof import Subject
 from optimum_trn.patching.registry import find_plan
 from optimum_trn.patching.search import Search
 from optimum_trn.patching.shrink import inputs_for, shrunk
+from tests.devices import FLOAT64
 from tests.distributed import run_ranks
 from tests.models.parity import relative
 from tests.models.tiny import KeepFloat64, randomise
@@ -22,7 +23,8 @@ from tests.models.zoo import zoo_inputs, zoo_model
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Not the environment: worker processes would inherit it, and compile the device anew into that cache.
+    monkeypatch.setattr(inference, "cache_directory", lambda: tmp_path / "optimum_trn")
     monkeypatch.setattr(inference, "_proven", {})
     monkeypatch.setattr(inference, "_by_type", {})
     return tmp_path
@@ -154,7 +156,7 @@ def compare(rank, world_size, cache):
 
 @pytest.mark.parametrize("device", ["neuron", "cpu"])
 def test_a_model_without_a_declaration_is_patched_and_trains_alike(device, tmp_path):
-    for error, fraction, _ in run_ranks(compare, 2, str(tmp_path), device=device):
+    for error, fraction, _ in run_ranks(compare, 2, str(tmp_path), device=device, environment=FLOAT64):
         assert error < 1e-9
         assert fraction < 0.55
 
