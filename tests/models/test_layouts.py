@@ -13,18 +13,29 @@ from tests.models.test_sequence import DECODERS
 
 EXACT = 1e-9
 TOGETHER = [families()[start::8] for start in range(8)]
+KINDS = [  # device, tensor-parallel size, whether every class of a family or its main one
+    *(("cpu", size, False, ()) for size in (2, 3, 4)),
+    ("cpu", 2, True, pytest.mark.full),
+    *(("neuron", size, size == 2, pytest.mark.full) for size in (2, 3, 4)),
+]
 JOBS = [
-    pytest.param(device, size, model_types, id=f"{device}-{size}-{'+'.join(model_types)}", marks=marks)
-    for device, marks in (("cpu", ()), ("neuron", pytest.mark.full))
-    for size in (2, 3, 4)
+    pytest.param(
+        device,
+        size,
+        every_class,
+        model_types,
+        id=f"{device}-{size}-{'every class of ' if every_class else ''}{'+'.join(model_types)}",
+        marks=marks,
+    )
+    for device, size, every_class, marks in KINDS
     for model_types in TOGETHER
 ]
 
 
-@pytest.mark.parametrize("device, size, model_types", JOBS)
-def test_loss_gradients_norm_and_outputs_of_every_family_at_every_layout(device, size, model_types):
-    """Of every class at tensor parallel 2; of the main class of a family at 3 and 4, and along the sequence."""
-    for results in run_ranks(layouts, size, model_types, size == 2, device=device, environment=FLOAT64, timeout=400):
+@pytest.mark.parametrize("device, size, every_class, model_types", JOBS)
+def test_loss_gradients_norm_and_outputs_of_every_family_at_every_layout(device, size, every_class, model_types):
+    """Sequence parallelism is proven on the main class of a family."""
+    for results in run_ranks(layouts, size, model_types, every_class, device=device, environment=FLOAT64, timeout=400):
         for name, result in results.items():
             model_type, _, *sequence = name.split()
             if sequence and "refused" in result:
