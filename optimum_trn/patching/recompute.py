@@ -40,8 +40,7 @@ def check_recompute(model: PreTrainedModel, config: ParallelConfig) -> None:
         layers = _layers(model)
         if not layers:
             raise PlanError(
-                f"recompute={what!r}: {name} has no layers that transformers can recompute. Leave "
-                "it unset."
+                f"recompute={what!r}: {name} has no layers that transformers can recompute. Leave it unset."
             )
         if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
             raise PlanError(f"{name} recomputes its layers already: call model.gradient_checkpointing_disable() first.")
