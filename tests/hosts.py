@@ -43,7 +43,13 @@ class Hosts:
             processes.append(
                 subprocess.Popen(
                     [*launcher, str(script), *arguments],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, **environment},
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "OPTIMUM_TRN_DEVICE": "neuron",
+                        "PYTHONPATH": search_path,
+                        **environment,
+                    },
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,

@@ -25,6 +25,7 @@ def launch(directory: Path, *options: str, cores: int = 2) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
+@pytest.mark.full
 def test_two_cores_learn_colours_and_save_stock_files(tmp_path):
     summary = launch(tmp_path, "--tensor_parallel_size", "2", "--num_train_epochs", "3")
     assert summary["losses"][-1] < 0.7 * summary["losses"][0]
