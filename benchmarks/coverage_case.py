@@ -215,6 +215,11 @@ def weights_by_part(model: nn.Module, trained: bool = False) -> dict[str, dict[s
     """
     parts: dict[str, dict[str, list[str]]] = {"attention": {}, "mlp": {}}
     modules = dict(model.named_modules())
+
+    def is_a(path: str, part: re.Pattern[str], more_than_it: str) -> bool:
+        name = type(modules[path]).__name__
+        return part.search(name) is not None and re.search(more_than_it, name) is None
+
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or WHOLE_BY_DESIGN.search(".".join(name.split(".")[-3:])):
             continue
@@ -223,21 +228,11 @@ def weights_by_part(model: nn.Module, trained: bool = False) -> dict[str, dict[s
         owners = [".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 1)]
         if any(mixes_states(modules[owner]) for owner in owners):
             continue
-        attention = [owner for owner in owners if ATTENTION.search(type(modules[owner]).__name__)]
-        attention = [
-            owner
-            for owner in attention
-            if not re.search(r"Model|Layer$|Block$|For[A-Z]", type(modules[owner]).__name__)
-        ]
+        attention = [owner for owner in owners if is_a(owner, ATTENTION, r"Model|Layer$|Block$|For[A-Z]")]
         if attention:
             parts["attention"].setdefault(attention[0], []).append(name)
             continue
-        inner = [owner for owner in owners if FEED_FORWARD.search(type(modules[owner]).__name__)]
-        inner = [
-            owner
-            for owner in inner
-            if not re.search(r"(Model|Layer|Block|Decoder|Encoder)$", type(modules[owner]).__name__)
-        ]
+        inner = [owner for owner in owners if is_a(owner, FEED_FORWARD, r"(Model|Layer|Block|Decoder|Encoder)$")]
         if re.search(r"classifier|head", name):
             continue
         if inner or FEED_FORWARD_PATHS.search(name):
