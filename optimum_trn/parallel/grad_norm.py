@@ -50,19 +50,21 @@ def total_norm(
     group: dist.ProcessGroup | None,
     norm_type: float = 2.0,
     partition_groups: Sequence[dist.ProcessGroup] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The norm of all gradients together, equal on all ranks: a scalar in float32 (float64 if they are).
 
     Over `group` the parameters lie as `placements` say: a piece of a shard counts on every rank that holds it, divided
     by their number; padding and what a replicated parameter has on other ranks do not count.  The ranks of each of
-    `partition_groups` hold different gradients, which all count.  One collective for each group.
+    `partition_groups` hold different gradients, which all count; `dtype` is what a rank that has none adds its zero in.
+    One collective for each group.
     """
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     rank = 0 if group is None else dist.get_rank(group)
     for gradient in gradients:
         grad = gradient.grad
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if torch.float64 in (dtype, grad.dtype) else torch.float32
         placement = placements.get(gradient.name)
         if group is None or placement is None or placement.dim is None:
             replicated.append(torch.linalg.vector_norm(grad, norm_type, dtype=dtype))
@@ -80,7 +82,7 @@ def total_norm(
     norms = sharded + replicated
     if not norms and not partition_groups:
         return torch.tensor(0.0)
-    like = norms[0] if norms else torch.zeros((), device=torch.device(device_type()))
+    like = norms[0] if norms else torch.zeros((), dtype=dtype, device=torch.device(device_type()))
     # Powers of norms add up where norms do not; the largest of largest elements is the largest.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     sums = torch.stack([_together(part, norm_type, like) for part in (sharded, replicated)])

@@ -188,9 +188,6 @@ class ParallelConfig:
                 f"expert_parallel_size {size} must be a multiple of tensor_parallel_size {self.tensor_parallel_size}: "
                 "the ranks that have the same tokens hold different experts."
             )
-        if self.mics_partition_size is not None or self.pipeline_parallel_size > 1:
-            other = "pipeline_parallel_size" if self.mics_partition_size is None else "mics_partition_size"
-            raise MeshError(f"expert_parallel_size {size} can't be combined with {other} yet: leave one of them out.")
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh over all ranks with `AXES` and `VIEWS`, or None in a single process without a process group.

@@ -17,7 +17,7 @@ from optimum_trn.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS, ParallelConfig,
 from optimum_trn.patching.adapters import has_adapters, unwatch_for_adapters, watch_for_adapters
 from optimum_trn.patching.context import check_context, share_context, unshare_context
 from optimum_trn.patching.cutting import cut, place_parameters, restore
-from optimum_trn.patching.expert_parallel import check_experts, share_experts, unshare_experts
+from optimum_trn.patching.expert_parallel import check_experts, place_experts, share_experts, unshare_experts
 from optimum_trn.patching.expert_styles import CutExperts
 from optimum_trn.patching.marks import Tower
 from optimum_trn.patching.outputs import PatchedForward, WholeAttentions, calls_loss_function
@@ -56,9 +56,12 @@ def install(
     experts = None
     if expert_size > 1:
         assert mesh is not None
-        experts = share_experts(model, mesh, expert_size)
+        experts = place_experts(model, mesh, expert_size)
         placements |= experts.placements
     pipeline = cut_stages(model, actions, parallel_config, mesh)
+    if experts is not None:
+        assert mesh is not None
+        share_experts(model, experts, RankGroup(mesh.get_group(TENSOR_AXIS)))
     if pipeline is not None:
         actions = [action for action in actions if concerns(pipeline, action)]
     if actions and all(isinstance(style, Wrapper) for _, style in actions) and size == 1:
@@ -107,10 +110,10 @@ def uninstall(model: PreTrainedModel) -> None:
         restore(model, state.actions, state.placements, state.tp_group)
     if isinstance(model.__dict__.get("forward"), PatchedForward):
         _unpatch_instance(model)
-    if state.pipeline is not None:
-        state.pipeline.staged.restore()
     if state.experts is not None:
         unshare_experts(model, state.experts)
+    if state.pipeline is not None:
+        state.pipeline.staged.restore()
     delattr(model, STATE_ATTRIBUTE)
 
 

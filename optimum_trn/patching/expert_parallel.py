@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.expert_parallel import DistributedExperts
-from optimum_trn.parallel.mesh import TENSOR_AXIS, RankGroup, expert_mesh
+from optimum_trn.parallel.mesh import RankGroup, expert_mesh
 from optimum_trn.parallel.sharding import Placement
 from optimum_trn.patching.cutting import replace_data
 
@@ -53,22 +53,28 @@ def check_experts(model: nn.Module, size: int) -> None:
             )
 
 
-def share_experts(model: nn.Module, mesh: DeviceMesh, size: int) -> ExpertShards:
-    """Leaves of the experts what this rank holds, and lets tokens travel."""
+def place_experts(model: nn.Module, mesh: DeviceMesh, size: int) -> ExpertShards:
+    """Where the experts of a whole model are to be, those of all pipeline stages: a collective over all ranks."""
     experts = expert_mesh(mesh, size)
-    group, tensor_group = RankGroup(experts.get_group("ep")), RankGroup(mesh.get_group(TENSOR_AXIS))
-    placements = {}
+    placements = {
+        f"{path}.{name}": Placement.split(parameter.shape, size, 0)
+        for path, module in _experts(model)
+        for name, parameter in module.named_parameters()
+    }
+    return ExpertShards(placements, RankGroup(experts.get_group("ep")), experts.get_group("replicas"))
+
+
+def share_experts(model: nn.Module, shards: ExpertShards, tensor_group: RankGroup) -> None:
+    """Leaves of the experts here what this rank holds, and lets tokens travel."""
     for path, module in _experts(model):
         for name, parameter in module.named_parameters():
-            placement = placements[f"{path}.{name}"] = Placement.split(parameter.shape, size, 0)
-            replace_data(parameter, partial(placement.shard, rank=group.rank))
+            replace_data(parameter, partial(shards.placements[f"{path}.{name}"].shard, rank=shards.group.rank))
         instance: Any = module
-        instance.forward = DistributedExperts(module, group, tensor_group)
-    return ExpertShards(placements, group, experts.get_group("replicas"))
+        instance.forward = DistributedExperts(module, shards.group, tensor_group)
 
 
 def unshare_experts(model: nn.Module, shards: ExpertShards) -> None:
-    """Takes back what `share_experts` did, with all current experts on every rank: a collective."""
+    """Takes back what `share_experts` did, with all current experts of this stage on its ranks: a collective."""
     for path, module in _experts(model):
         for name, parameter in module.named_parameters():
             placement = shards.placements[f"{path}.{name}"]

@@ -226,11 +226,12 @@ class Replication:
         if self._experts is not None:
             ranks, replicas = self._experts.group.process_group, self._experts.replicas
             families += [
-                (self._of_experts(whole), ranks, [], not scattered),
-                (self._of_experts(parts), ranks, [replicas], scattered),
+                (self._of_experts(whole), ranks, stages, not scattered),
+                (self._of_experts(parts), ranks, [replicas, *stages], scattered),
             ]
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
         norms = [
-            total_norm(self._once(gradients), self.placements, over, norm_type, partitions)
+            total_norm(self._once(gradients), self.placements, over, norm_type, partitions, dtype)
             for gradients, over, partitions, exists in families
             if exists
         ]

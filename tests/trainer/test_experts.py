@@ -15,7 +15,7 @@ from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.expert_parallel import _Exchange, _exchanged
 from optimum_trn.parallel.topology import Topology
 from optimum_trn.parallel.traffic import Traffic
-from optimum_trn.patching import patch_model, state_of, unpatch_model
+from optimum_trn.patching import patch_model, pipeline_of, state_of, unpatch_model
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from optimum_trn.trainer.replication import Replication
 from tests.devices import FLOAT64, local_device
@@ -27,6 +27,7 @@ from tests.trainer import scenario
 from tests.trainer.test_parity import assert_same
 
 EXACT = 1e-9
+PP2 = dict(pipeline_parallel_size=2)
 
 
 def train(rank, world_size, model_type, degrees, overrides, steps=3):
@@ -36,7 +37,7 @@ def train(rank, world_size, model_type, degrees, overrides, steps=3):
     config = ParallelConfig(**degrees)
     patch_model(model, config)
     model.to(local_device()).train()
-    state = state_of(model)
+    state, pipeline = state_of(model), pipeline_of(model)
     copies, row = state.mesh["dp"].size(), state.mesh["dp"].get_local_rank()
     batches = [batch(stock, rows=4, length=11 + 2 * index, seed=index) for index in range(2)]
     mine = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
@@ -49,13 +50,23 @@ def train(rank, world_size, model_type, degrees, overrides, steps=3):
             mine.optimizer.zero_grad()
             theirs.zero_grad()
             items = sum((rows["labels"][:, 1:] != -100).sum() for rows in batches)
+            own = [
+                {name: tensor.chunk(copies)[row].to(local_device()) for name, tensor in rows.items()}
+                | {"num_items_in_batch": items.to(local_device())}
+                for rows in batches
+            ]
             expected, actual = 0.0, torch.zeros((), dtype=torch.float64)
-            for index, rows in enumerate(batches):
+            for rows in batches:
                 loss = stock(**rows, num_items_in_batch=items).loss
                 loss.backward()
                 expected += loss.item()
-                own = {name: tensor.chunk(copies)[row].to(local_device()) for name, tensor in rows.items()}
-                loss = model(**own, num_items_in_batch=items.to(local_device())).loss
+            if pipeline is not None:
+                with replication.no_sync():
+                    losses = pipeline.step(own, lambda rows: model(**rows).loss * copies)
+                with replication.reduced():
+                    actual += losses.sum().cpu() / copies
+            for index, rows in enumerate(own if pipeline is None else ()):
+                loss = model(**rows).loss
                 actual += loss.detach().cpu()
                 with replication.reduced() if index else replication.no_sync():
                     (loss * copies).backward()
@@ -65,11 +76,10 @@ def train(rank, world_size, model_type, degrees, overrides, steps=3):
             norm = replication.clip_grad_norm_(list(model.parameters()), 0.5, 2.0).item()
             worst["loss"] = max(worst["loss"], abs(actual.item() - expected) / expected)
             worst["norm"] = max(worst["norm"], abs(norm - expected_norm) / expected_norm)
-            for name, parameter in stock.named_parameters():
-                grad = model.get_parameter(name).grad
+            for name, parameter in model.named_parameters():
                 if not config.zero_1:
-                    whole = unshard_from_group(grad, state.placements[name], state.group_of(name))
-                    worst["gradients"] = max(worst["gradients"], relative(whole, parameter.grad))
+                    whole = unshard_from_group(parameter.grad, state.placements[name], state.group_of(name))
+                    worst["gradients"] = max(worst["gradients"], relative(whole, stock.get_parameter(name).grad))
             mine.optimizer.step()
             theirs.step()
     unpatch_model(model)
@@ -95,20 +105,35 @@ def test_two_replicas_of_the_experts_with_a_sharded_optimizer_train_as_in_one_pr
     prove(4, "qwen3_moe", dict(expert_parallel_size=2), steps=2)
 
 
+def test_experts_and_stages_shared_out_together_train_as_in_one_process():
+    """The experts of a stage compute for both pipelines."""
+    prove(4, "mixtral", dict(expert_parallel_size=2, **PP2, zero_1=False), steps=2)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "world_size, model_type, degrees",
     [
+        # The group of the experts spans tensor-, data- and context-parallel ranks.
         (2, "mixtral_aux", dict(expert_parallel_size=2, tensor_parallel_size=2)),
         (4, "qwen3_moe", dict(expert_parallel_size=2, tensor_parallel_size=2, sequence_parallel=True)),
         (4, "olmoe", dict(expert_parallel_size=4, tensor_parallel_size=2, zero_1=False)),
         (4, "deepseek_v3", dict(expert_parallel_size=4, tensor_parallel_size=2)),
         (4, "mixtral", dict(expert_parallel_size=4, zero_1=False)),
         (4, "gpt_oss", dict(expert_parallel_size=4, context_parallel_size=2, zero_1=False)),
+        (4, "olmoe", dict(expert_parallel_size=2, **PP2, tensor_parallel_size=2, zero_1=False)),
+        # The first layer of deepseek, which is a stage, has no experts.
+        (4, "deepseek_v3", dict(expert_parallel_size=2, **PP2)),
+        (4, "mixtral", dict(expert_parallel_size=2, **PP2, pipeline_schedule="interleaved_1f1b")),
+        (4, "qwen3_moe", dict(expert_parallel_size=2, **PP2, pipeline_schedule="zero_bubble")),
+        (8, "mixtral", dict(expert_parallel_size=2, **PP2)),
+        (8, "qwen3_moe", dict(expert_parallel_size=4, **PP2, tensor_parallel_size=2)),
     ],
 )
-def test_the_group_of_the_experts_spans_tensor_data_and_context_parallel_ranks(world_size, model_type, degrees):
+def test_experts_with_the_other_ways_to_share_a_model_train_as_in_one_process(world_size, model_type, degrees):
     overrides = dict(output_router_logits=True) if model_type.endswith("_aux") else {}
+    if degrees.get("pipeline_schedule") == "interleaved_1f1b":
+        overrides = dict(num_hidden_layers=4)
     prove(world_size, model_type.removesuffix("_aux"), degrees, **overrides)
 
 
@@ -174,21 +199,24 @@ def test_the_bytes_that_travel_are_those_of_the_routed_tokens():
 
 
 def files(rank, world_size, source, target):
-    model = NeuronModelForCausalLM.from_pretrained(source, ParallelConfig(expert_parallel_size=2))
-    held = model.model.layers[0].mlp.experts.gate_up_proj
+    config = ParallelConfig(expert_parallel_size=2, pipeline_parallel_size=world_size // 2)
+    model = NeuronModelForCausalLM.from_pretrained(source, config)
+    held = next(p for name, p in model.named_parameters() if name.endswith("experts.gate_up_proj"))
     assert len(held) == model.config.num_local_experts // 2
     model.save_pretrained(target)
     ids = torch.arange(3, 12)[None].to(local_device())
-    return model(input_ids=ids, labels=ids).loss.item()
+    run = model if world_size == 2 else lambda **rows: SimpleNamespace(**pipeline_of(model).evaluate(rows))
+    return run(input_ids=ids, labels=ids).loss.item()
 
 
-def test_a_rank_reads_its_own_experts_only_and_files_are_stock(tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_rank_reads_its_own_experts_only_and_files_are_stock(tmp_path, ranks):
     stock = tiny_class("mixtral", "causal", torch.float32)
     stock.save_pretrained(tmp_path / "stock")
     ids = torch.arange(3, 12)[None]
     expected = stock(input_ids=ids, labels=ids).loss.item()
-    losses = run_ranks(files, 2, str(tmp_path / "stock"), str(tmp_path / "ours"), device="cpu")
-    assert losses == pytest.approx([expected] * 2, rel=1e-5)
+    losses = run_ranks(files, ranks, str(tmp_path / "stock"), str(tmp_path / "ours"), device="cpu")
+    assert losses == pytest.approx([expected] * ranks, rel=1e-5)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in stock.state_dict().items())
 
@@ -206,8 +234,6 @@ def test_what_experts_cannot_do_is_refused():
     run_ranks(refusals, 2, device="cpu")
     with pytest.raises(MeshError, match="must be a multiple of tensor_parallel_size 2"):
         ParallelConfig(tensor_parallel_size=2, expert_parallel_size=3)
-    with pytest.raises(MeshError, match="can't be combined with pipeline_parallel_size"):
-        ParallelConfig(pipeline_parallel_size=2, expert_parallel_size=2)
 
 
 def mixtral():
@@ -220,7 +246,8 @@ def trained(rank, world_size, directory, options):
     return scenario.run(NeuronTrainer, NeuronTrainingArguments, directory, model=mixtral(), **options)
 
 
-def test_what_a_user_of_the_trainer_sees_is_what_one_process_shows(tmp_path):
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_a_user_of_the_trainer_sees_is_what_one_process_shows(tmp_path, stages):
     stock = scenario.run(
         Trainer,
         TrainingArguments,
@@ -234,7 +261,8 @@ def test_what_a_user_of_the_trainer_sees_is_what_one_process_shows(tmp_path):
         train_sampling_strategy="sequential",
         wrap_rows=3,  # data-parallel ranks fill the last batch up with the first rows
     )
-    for result in run_ranks(trained, 2, str(tmp_path / "ours"), dict(expert_parallel_size=2)):
+    options = dict(expert_parallel_size=2, pipeline_parallel_size=stages)
+    for result in run_ranks(trained, 2 * stages, str(tmp_path / "ours"), options):
         assert_same(result, stock)
     ours, expected = (
         AutoModelForCausalLM.from_pretrained(tmp_path / which / "result").state_dict() for which in ("ours", "stock")
