@@ -72,12 +72,6 @@ class ParallelConfig:
                 "sequence_parallel=True shares the activations among the tensor-parallel ranks, of which there is one. "
                 "Set tensor_parallel_size above 1, or leave sequence_parallel off."
             )
-        if self.context_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise MeshError(
-                f"context_parallel_size={self.context_parallel_size} and pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} can't be combined yet: set one of them to 1, and use "
-                "tensor_parallel_size or data parallel for the other ranks."
-            )
         self._check_expert_size()
         if self.mics_partition_size is not None and (self.fuse_qkv or self.fuse_gate_up):
             raise MeshError(

@@ -17,6 +17,7 @@ from optimum_trn.parallel.loss import VocabParallelCausalLMLoss
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.patching.outputs import calls_loss_function
 from optimum_trn.patching.ring import RING, ForwardPass, active_layout, current_pass, register_ring_attention
+from optimum_trn.patching.stages import StagedModel
 from optimum_trn.patching.wrappers import WrappingForward
 
 OWN_POSITIONS = {"opt", "roberta", "xlm-roberta", "camembert"}
@@ -44,14 +45,17 @@ def check_context(model: PreTrainedModel) -> None:
         raise PlanError(f"context_parallel_size can't be above 1 for {name}: {reason}. Leave it at 1.")
 
 
-def share_context(model: PreTrainedModel, group: RankGroup) -> None:
-    """Lets each rank of `group` compute the base model for its own tokens, with ring attention between them."""
+def share_context(model: PreTrainedModel, group: RankGroup, staged: StagedModel | None = None) -> None:
+    """Lets each rank of `group` compute the base model for its own tokens, with ring attention between them.
+
+    Pipeline stages hand on those of their rank; what the last one of `staged` gives is made whole.
+    """
     register_ring_attention()
     instance: Any = model
     base: Any = model.base_model
     stock = model.config._attn_implementation
     model.set_attn_implementation(RING)
-    base.forward = OwnTokensForward(base, group, stock)
+    base.forward = OwnTokensForward(base, group, stock, staged)
     pooler = getattr(base, "pooler", None)
     if pooler is not None:
         pooler.register_forward_pre_hook(WholeInput())
@@ -92,10 +96,11 @@ class OwnTokensForward(WrappingForward):
     rank goes on with the whole hidden states, whatever the head; or, where the loss takes them so, with its own tokens.
     """
 
-    def __init__(self, module: nn.Module, group: RankGroup, stock_attention: str) -> None:
+    def __init__(self, module: nn.Module, group: RankGroup, stock_attention: str, staged: StagedModel | None) -> None:
         super().__init__(module)
         self.group = group
         self.stock_attention = stock_attention
+        self.staged = staged
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -167,6 +172,8 @@ class OwnTokensForward(WrappingForward):
     def _whole(self, outputs: Any, current: ForwardPass) -> Any:
         layout = current.layout
         assert layout is not None
+        if self.staged is not None and self.staged.hands_on:
+            return outputs
         for name, value in outputs.items():
             if name == "last_hidden_state" and not current.keeps_local:
                 outputs[name] = layout.gather(value)

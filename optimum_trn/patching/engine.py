@@ -91,7 +91,7 @@ def install(
     setattr(model, STATE_ATTRIBUTE, state)
     if shares_context:
         assert mesh is not None
-        share_context(model, RankGroup(mesh.get_group(CONTEXT_AXIS)))
+        share_context(model, RankGroup(mesh.get_group(CONTEXT_AXIS)), pipeline.staged if pipeline else None)
     recompute(model, parallel_config.recompute)
     return state
 

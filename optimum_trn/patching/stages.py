@@ -58,6 +58,11 @@ class StagedModel:
         """Whether this rank has the last stage."""
         return self.own[-1] == self.stages.num_stages - 1
 
+    @property
+    def hands_on(self) -> bool:
+        """Whether a stage runs that only hands on what its last layer gives: what follows in the forward is unknown."""
+        return self.running is not None and self.running < self.stages.num_stages - 1
+
     def holds(self, name: str) -> bool:
         """Whether this rank has the tensor of that name."""
         stage = self.stages.stage_of(name)
