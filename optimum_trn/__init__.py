@@ -14,6 +14,9 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "NeuronTrainer": "optimum_trn.trainer",
+    "NeuronTrainerMixin": "optimum_trn.trainer",
+    "NeuronSeq2SeqTrainer": "optimum_trn.trainer",
+    "NeuronSeq2SeqTrainingArguments": "optimum_trn.trainer",
     "NeuronTrainingArguments": "optimum_trn.trainer",
     "NeuronModel": "optimum_trn.modeling",
     "NeuronModelForCausalLM": "optimum_trn.modeling",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,12 +60,16 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
     return {name: state.placements[path] for name, path in stock.items() if path in state.placements}
 
 
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """The numbers of trainable and of all parameters of the whole model, as PEFT counts them in one process."""
+def parameter_counts(model: nn.Module, without: Collection[str] = ()) -> tuple[int, int]:
+    """The numbers of trainable and of all parameters of the whole model, as PEFT counts them in one process.
+
+    In a pipeline, those of this rank's stages; `without` those of the names given.
+    """
     placements = placements_of(model)
     sizes = [
         (torch.Size(placements[name].global_shape).numel() if name in placements else parameter.numel(), parameter)
         for name, parameter in model.named_parameters()
+        if name not in without
     ]
     return sum(size for size, parameter in sizes if parameter.requires_grad), sum(size for size, _ in sizes)
 

@@ -13,8 +13,9 @@ from accelerate.accelerator import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_utils import seed_worker
 
 from ..parallel import ParallelConfig
@@ -60,7 +61,10 @@ class DataParallelAccelerator(Accelerator):
         prepared = super().prepare(*args, **kwargs)
         models = [model for model in args if isinstance(model, nn.Module)]
         if models or any(isinstance(item, torch.optim.Optimizer) for item in args):
-            self.replication.attach([*self.replication.models, *models], self._optimizers, self.ddp_handler)
+            results = prepared if isinstance(prepared, tuple) else (prepared,)
+            compiled = any(isinstance(item, nn.Module) and _is_compiled(item) for item in results)
+            models = [*self.replication.models, *models]
+            self.replication.attach(models, self._optimizers, self.ddp_handler, compiled)
         return prepared
 
     def prepare_model(
@@ -104,8 +108,12 @@ class DataParallelAccelerator(Accelerator):
         is_iterable = isinstance(data_loader.dataset, IterableDataset)
         dispatch = is_iterable if self.dispatch_batches is None else self.dispatch_batches
         if not is_iterable and not dispatch:
-            self._share_sampler_seed(data_loader)
-            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            prepared: Any = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+            if self._draws_from_global_generator(data_loader):
+                prepared.rng_types = [
+                    "torch"
+                ]  # all ranks draw rank 0's order, even where their generators drifted apart
+            return prepared
 
         stream = DataParallelStream(
             data_loader,
@@ -129,13 +137,11 @@ class DataParallelAccelerator(Accelerator):
         self._dataloaders.append(loader)
         return loader
 
-    def _share_sampler_seed(self, data_loader: DataLoader) -> None:
-        """Let all ranks draw the same order even where their CPU generators have drifted apart."""
+    def _draws_from_global_generator(self, data_loader: DataLoader) -> bool:
+        """Whether the order of the rows is drawn from the CPU generator, which accelerate leaves alone."""
         sampler: Any = getattr(data_loader.batch_sampler, "sampler", data_loader.sampler)
-        if getattr(sampler, "generator", False) is None and not self.use_seedable_sampler:
-            seed = torch.empty((), dtype=torch.int64).random_().to(self.device)
-            dist.broadcast(seed, src=0)
-            sampler.generator = torch.Generator().manual_seed(int(seed))
+        is_seedable = self.use_seedable_sampler and isinstance(sampler, RandomSampler)
+        return getattr(sampler, "generator", False) is None and not is_seedable
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of the data-parallel ranks along dimension 0 (scalars become one-dimensional)."""
@@ -189,3 +195,9 @@ def _holds_only_tensors(data: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
+    )

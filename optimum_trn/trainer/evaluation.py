@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +70,33 @@ def weight_of(inputs: Mapping[str, Any], share: Share, label_names: Sequence[str
     if labels is None or labels.is_floating_point():
         return share.real
     return (labels != IGNORE_INDEX).sum()
+
+
+@contextmanager
+def batch_size_of_a_rank(args: Any, accelerator: Accelerator) -> Iterator[None]:
+    """While active, `args` name the rows that a rank is given, where `split_batches` shares the batch out.
+
+    Trainer repeats the loss of a batch as often as these say before it averages; with the unsplit number the rows of
+    a last, partial batch would weigh less than others.
+    """
+    ranks = accelerator.num_processes if accelerator.split_batches else 1
+    whole = args.per_device_eval_batch_size
+    args.per_device_eval_batch_size = max(whole // ranks, 1)
+    try:
+        yield
+    finally:
+        args.per_device_eval_batch_size = whole
+
+
+class StepRate:
+    """The steps per second of one evaluation: Trainer counts every process as one that has rows of its own."""
+
+    def __init__(self, prefix: str, rows: int, batch_size: int, accelerator: Accelerator, world_size: int) -> None:
+        self.key = f"{prefix}_steps_per_second"
+        ranks = 1 if accelerator.split_batches else accelerator.num_processes
+        self.steps = math.ceil(rows / (batch_size * ranks))
+        self.counted = math.ceil(rows / (batch_size * world_size))
+
+    def corrected(self, rate: float) -> float:
+        """Trainer's rate, by the number of steps that there were."""
+        return round(rate * self.steps / max(self.counted, 1), 3)

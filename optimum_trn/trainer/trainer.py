@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import TrainOutput, _is_peft_model, unwrap_peft_model
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
 from ..checkpoint.reload import load_weights
@@ -28,14 +28,21 @@ from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
 from ..patching.state import set_mesh
 from . import evaluation, training_state
 from .accelerator import DataParallelAccelerator
+from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
 
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainer(Trainer):
-    """`transformers.Trainer` for models that are sharded over NeuronCores, data-parallel over what is left of them.
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object  # the class that the mixin is mixed into comes after it
+
+
+class NeuronTrainerMixin(_Trainer):
+    """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
     0), one from `NeuronModelForCausalLM.from_pretrained`, whose ranks never held more than their shards, or come from
@@ -47,10 +54,13 @@ class NeuronTrainer(Trainer):
 
     model: Any
     lr_scheduler: Any
+    gather_function: Any
     mesh: DeviceMesh | None = None
     _config: ParallelConfig | None = None
     _topology: Topology
     micro_batches: MicroBatches
+    _divides_by_items: bool | None = None  # whether the loss makes use of num_items_in_batch; None: not known yet
+    _step_rate: evaluation.StepRate | None = None  # of the evaluation whose metrics have not been reported yet
 
     # ---- Set-up -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +165,15 @@ class NeuronTrainer(Trainer):
                 rank=self.accelerator.process_index,
                 drop_last=sampler.drop_last,
             )
+        return self._over_replicas(sampler)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        return self._over_replicas(super()._get_eval_sampler(eval_dataset))
+
+    def _over_replicas(self, sampler: Sampler | None) -> Sampler | None:
+        """Rows of about one length for a batch of all data-parallel ranks, which wait for the longest of them."""
+        if self.mesh is not None and isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.accelerator.num_processes
         return sampler
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -175,6 +194,49 @@ class NeuronTrainer(Trainer):
         )
         sharing = state.config.tensor_parallel_size * state.config.context_parallel_size
         return 6 * inputs[name].numel() * parameters // sharing
+
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model, wherever its parameters lie; in a pipeline a collective over its stages."""
+        state = state_of(self.model)
+        if state is None or state.pipeline is None or self.mesh is None:
+            return parameter_counts(self.model)[0]
+        elsewhere = state.pipeline.staged.duplicates()
+        own = parameter_counts(self.model, without=elsewhere)[0]
+        total = torch.tensor(own, device=self.args.device)
+        dist.all_reduce(total, group=self.mesh.get_group("pp"))
+        return int(total)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_sharded:  # Trainer's own line says what is on this rank
+            logger.info(f"  Trainable parameters of the whole model = {self.get_num_trainable_parameters():,}")
+        return prepared
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As in Trainer; a loss that is a mean by itself is not multiplied by the number of data-parallel ranks.
+
+        Trainer multiplies what has been divided by the items of all ranks, to undo that gradients are averaged.  Many
+        models accept `num_items_in_batch` and leave it alone, as BERT's do: with stock data parallelism their
+        gradients grow with the number of ranks.  Here they are those of one process.
+        """
+        ranks = self.accelerator.num_processes
+        if ranks == 1 or not self.args.average_tokens_across_devices or not isinstance(num_items_in_batch, Tensor):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._divides_by_items is None:
+            with UseOf(num_items_in_batch) as use:
+                result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self._divides_by_items = use.seen
+        else:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._divides_by_items:
+            return result
+        return (result[0] / ranks, result[1]) if return_outputs else result / ranks
 
     # ---- Pipeline ---------------------------------------------------------------------------------------------------
 
@@ -207,41 +269,90 @@ class NeuronTrainer(Trainer):
 
     # ---- Evaluation -------------------------------------------------------------------------------------------------
 
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As in Trainer; no row counts twice, whatever the class that this is mixed into gathers with."""
+        if self.mesh is not None:
+            self.gather_function = functools.partial(
+                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
+        with evaluation.batch_size_of_a_rank(self.args, self.accelerator):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        self._step_rate = evaluation.StepRate(
+            metric_key_prefix,
+            output.num_samples or 0,
+            self.args.eval_batch_size,
+            self.accelerator,
+            self.args.world_size,
+        )
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in Trainer; evaluation steps per second are those of data-parallel ranks."""
+        self._correct_step_rate(logs)
+        super().log(logs, start_time)
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As in Trainer; steps per second are those of data-parallel ranks."""
+        output = super().predict(*args, **kwargs)
+        self._correct_step_rate(output.metrics or {})
+        return output
+
+    def _correct_step_rate(self, metrics: dict[str, float]) -> None:
+        if self._step_rate is not None and self._step_rate.key in metrics:
+            metrics[self._step_rate.key] = self._step_rate.corrected(metrics[self._step_rate.key])
+            self._step_rate = None
+
     def prediction_step(
         self,
         model: nn.Module,
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate the real rows of the batch only, and report the loss of the global batch on every rank."""
         if self.mesh is None or self.accelerator.num_processes == 1:
-            return self._predict(model, inputs, prediction_loss_only, ignore_keys)
+            return self._predict(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         share = evaluation.share_of_batch(inputs, self.accelerator)
         inputs = evaluation.real_rows_of(inputs, share, self.label_names)
-        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if loss is not None:
             loss = self._mean_over_replicas(loss, inputs, share)
         return loss, evaluation.filled_up(logits, share), evaluation.filled_up(labels, share)
 
     def _predict(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None,
+        **gen_kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """`prediction_step` of Trainer, which in a pipeline runs where the outputs are; its results on all ranks."""
         pipeline = pipeline_of(self.model)
         if pipeline is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         step = super().prediction_step
 
         def compute(batch: Mapping[str, Any]) -> tuple[Tensor | None, Any, Any]:
-            return step(model, dict(batch), prediction_loss_only, ignore_keys)
+            return step(model, dict(batch), prediction_loss_only, ignore_keys, **gen_kwargs)
 
         result: tuple[Tensor | None, Any, Any] = pipeline.evaluate(self._prepare_inputs(inputs), compute)
         return result
 
     def _mean_over_replicas(self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share) -> Tensor:
         """The loss of the global batch from those of its shares."""
-        local_items = self._get_num_items_in_batch([inputs], self.args.device)
+        counts = self._divides_by_items is not False
+        local_items = self._get_num_items_in_batch([inputs], self.args.device) if counts else None
         if local_items is not None and self.args.average_tokens_across_devices:
             # Each is already the sum over its tokens, over the mean number of tokens of a rank.
             return self.accelerator.reduce(loss, "mean")
@@ -258,7 +369,10 @@ class NeuronTrainer(Trainer):
             resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if isinstance(resume_from_checkpoint, str):
             training_state.check_resumable(Path(resume_from_checkpoint), self.mesh, self.parallel_config.cuts_optimizer)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if isinstance(self.accelerator, DataParallelAccelerator):
+            self.accelerator.replication.settle()  # or a rank may leave while others wait for its parameters
+        return output
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if not self.is_sharded:
@@ -310,3 +424,7 @@ class NeuronTrainer(Trainer):
         if not self.is_sharded or _is_peft_model(self.model):
             return super()._load_best_model()
         load_weights(self.model, str(self.state.best_model_checkpoint))
+
+
+class NeuronTrainer(NeuronTrainerMixin, Trainer):
+    """`transformers.Trainer` for models that are sharded over NeuronCores, data-parallel over what is left of them."""

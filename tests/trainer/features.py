@@ -1,0 +1,373 @@
+"""What Trainer can do, feature by feature: each runs in one process and on any mesh, and returns numbers to compare."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
+
+from tests.trainer import scenario
+from tests.trainer.scenario import deterministic, llama, rows
+
+
+class Kit:
+    """The classes under test, where they may write, and the arguments that only one side has."""
+
+    def __init__(self, trainer: Any, arguments: Any, directory: str, replicas: int, own: dict[str, Any]) -> None:
+        self.trainer_class, self.arguments_class = trainer, arguments
+        self.directory, self.own = Path(directory), own
+        self.rows = 4 // replicas  # of a rank in one batch, which has four in all
+        self.number = 0
+
+    def trainer(self, *, model: Any = None, train: Any = None, evaluation: Any = None, **options: Any) -> Any:
+        """A trainer whose keyword arguments are told from those of its arguments by name."""
+        self.number += 1
+        names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "callbacks", "model_init")
+        names += ("data_collator", "optimizers", "optimizer_cls_and_kwargs", "processing_class")
+        own = {name: options.pop(name) for name in names if name in options}
+        arguments = self.arguments_class(
+            **{
+                "output_dir": str(self.directory / str(self.number)),
+                "per_device_train_batch_size": self.rows,
+                "per_device_eval_batch_size": self.rows,
+                "max_steps": 3,
+                "learning_rate": 1e-2,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "train_sampling_strategy": "sequential",
+                "report_to": [],
+                "disable_tqdm": True,
+                **options,
+                **self.own,
+            }
+        )
+        return self.trainer_class(
+            model=None if "model_init" in own else (llama() if model is None else model),
+            args=arguments,
+            train_dataset=rows(16) if train is None else train,
+            eval_dataset=rows(6, seed=1) if evaluation is None else evaluation,
+            **own,
+        )
+
+
+def logs(trainer: Any, *names: str) -> list[list[float]]:
+    """What was logged under each of `names`, by default losses, gradient norms and learning rates."""
+    names = names or ("loss", "grad_norm", "learning_rate")
+    return [[log[name] for log in trainer.state.log_history if name in log] for name in names]
+
+
+def trained(kit: Kit, **options: Any) -> dict[str, Any]:
+    """Three steps and an evaluation."""
+    trainer = kit.trainer(**options)
+    output = trainer.train()
+    return {
+        "logs": logs(trainer),
+        "train": deterministic(output.metrics),
+        "eval": deterministic(trainer.evaluate()),
+    }
+
+
+# ---- Evaluation -----------------------------------------------------------------------------------------------------
+
+
+class BatchMetrics:
+    """A compute_metrics for batch_eval_metrics: it is called once a batch, and at last for the result."""
+
+    def __init__(self) -> None:
+        self.totals = np.zeros(6)
+
+    def __call__(self, prediction: EvalPrediction, compute_result: bool = False) -> dict[str, float]:
+        labels, tokens = prediction.label_ids, prediction.predictions
+        inputs = prediction.inputs["input_ids"]
+        seen = labels != -100
+        self.totals += np.array(
+            [1, len(labels), int(seen.sum()), int(labels[seen].sum()), int(tokens.sum()), int(inputs.ndim)]
+        )
+        return dict(zip("abcdef", self.totals.tolist(), strict=True)) if compute_result else {}
+
+
+def batch_eval_metrics(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        compute_metrics=BatchMetrics(),
+        preprocess_logits_for_metrics=scenario.argmax,
+        batch_eval_metrics=True,
+        include_for_metrics=["inputs", "loss"],
+    )
+    return deterministic(trainer.evaluate())
+
+
+def metrics_of_inputs(prediction: EvalPrediction) -> dict[str, float]:
+    """Metrics of inputs and losses, which a row too many or in another order would change."""
+    weights = np.arange(1, len(prediction.inputs) + 1)
+    return {
+        "inputs": float((prediction.inputs.sum(1) * weights).sum()),
+        "losses": float(prediction.losses.mean()),
+        "count": float(len(prediction.losses)),
+        "logits": float(np.abs(prediction.predictions).mean()),
+    }
+
+
+def metrics_with_inputs_and_losses(kit: Kit) -> Any:
+    options = dict(compute_metrics=metrics_of_inputs, include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1)
+    trainer = kit.trainer(**options)
+    several = trainer.evaluate({"first": rows(6, seed=1), "second": rows(5, seed=2)})
+    predicted = trainer.predict(rows(7, seed=3), metric_key_prefix="probe")
+    return [deterministic(several), deterministic(predicted.metrics), predicted.predictions, predicted.label_ids]
+
+
+def predictions_without_labels(kit: Kit) -> Any:
+    unlabelled = [{"input_ids": row["input_ids"]} for row in rows(5, seed=4)]
+    trainer = kit.trainer()
+    predicted = trainer.predict(unlabelled, ignore_keys=["past_key_values"])
+    losses = trainer.evaluate(rows(5, seed=5))
+    lists = kit.trainer(eval_do_concat_batches=False).predict(rows(8, seed=6))
+    return [predicted.predictions, deterministic(losses), np.concatenate(lists.predictions)]
+
+
+def prediction_loss_only(kit: Kit) -> Any:
+    trainer = kit.trainer(prediction_loss_only=True, compute_metrics=metrics_of_inputs)
+    return deterministic(trainer.evaluate())
+
+
+# ---- Losses ---------------------------------------------------------------------------------------------------------
+
+
+class Renamed(torch.nn.Module):
+    """A model of the user's own, whose labels have another name and whose loss is a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.table = torch.nn.Embedding(scenario.VOCABULARY, 8)
+            self.head = torch.nn.Linear(8, scenario.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.table(input_ids))
+        if targets is None:
+            return {"logits": logits}
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def label_smoothing(kit: Kit) -> Any:
+    return trained(kit, label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+
+
+def accumulated(kit: Kit) -> Any:
+    return trained(kit, gradient_accumulation_steps=2, include_num_input_tokens_seen="non_padding", max_grad_norm=0.5)
+
+
+# ---- Memory and speed -----------------------------------------------------------------------------------------------
+
+
+def caches_emptied(kit: Kit) -> Any:
+    return trained(kit, torch_empty_cache_steps=2)
+
+
+def checkpointing_with_arguments(kit: Kit) -> Any:
+    return trained(
+        kit,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": False, "every_n_layers": 2},
+    )
+
+
+def reentrant_checkpointing(kit: Kit) -> Any:
+    return trained(kit, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+# ---- Data -----------------------------------------------------------------------------------------------------------
+
+
+def lengths(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of different lengths."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.randint(4, 13, (count,), generator=generator).tolist()
+    tokens = [torch.randint(3, scenario.VOCABULARY, (size,), generator=generator) for size in sizes]
+    return [{"input_ids": row, "labels": row.clone()} for row in tokens]
+
+
+def padded(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pads to the longest row of the batch, which differs from rank to rank."""
+    longest = max(len(row["input_ids"]) for row in batch)
+
+    def pad(name: str, value: int) -> torch.Tensor:
+        return torch.stack(
+            [torch.nn.functional.pad(row[name], (0, longest - len(row[name])), value=value) for row in batch]
+        )
+
+    ids = pad("input_ids", 0)
+    return {"input_ids": ids, "labels": pad("labels", -100), "attention_mask": (ids != 0).long()}
+
+
+def grouped_by_length(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        train=lengths(24),
+        evaluation=lengths(7),
+        data_collator=padded,
+        max_steps=-1,
+        num_train_epochs=2,
+        train_sampling_strategy="group_by_length",
+        include_num_input_tokens_seen="non_padding",
+    )
+    trainer.train()
+    predicted = trainer.predict(lengths(7))
+    tokens = trainer.state.num_input_tokens_seen
+    return [logs(trainer), deterministic(trainer.evaluate()), predicted.label_ids, tokens]
+
+
+class Columns(Dataset):
+    """Rows with a column that the model does not take."""
+
+    def __init__(self) -> None:
+        self.items = [{**row, "comment": "no argument"} for row in rows(12)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.items[index]
+
+
+def columns_removed_and_last_batch_dropped(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        train=Columns(), dataloader_drop_last=True, max_steps=-1, num_train_epochs=1, dataloader_num_workers=1
+    )
+    trainer.train()
+    return logs(trainer)
+
+
+# ---- The loop -------------------------------------------------------------------------------------------------------
+
+
+class Recorder(TrainerCallback):
+    """Notes the events, and stops the run."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            object.__getattribute__(self, "events").append(name)
+        return super().__getattribute__(name)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = state.global_step >= 2
+        return control
+
+
+def callbacks(kit: Kit) -> Any:
+    recorder = Recorder()
+    trainer = kit.trainer(callbacks=[recorder], eval_strategy="steps", eval_steps=1, eval_on_start=True, eval_delay=2)
+    trainer.train()
+    return [recorder.events, trainer.state.global_step, logs(trainer)]
+
+
+def best_model_and_early_stopping(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        evaluation=rows(6),
+        max_steps=6,
+        learning_rate=0.3,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    trainer.train()
+    state = trainer.state
+    best = Path(state.best_model_checkpoint).name
+    return [best, state.best_metric, state.global_step, logs(trainer, "eval_loss"), deterministic(trainer.evaluate())]
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {},
+    "reduce_lr_on_plateau": {"patience": 0},
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 2},
+    "greedy": {"patience": 0},
+}
+
+
+def schedule(kit: Kit, name: str) -> Any:
+    evaluated = dict(eval_strategy="steps", eval_steps=1) if name in ("reduce_lr_on_plateau", "greedy") else {}
+    trainer = kit.trainer(
+        model=llama(num_hidden_layers=1),
+        max_steps=5,
+        warmup_steps=0 if evaluated else 1,
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=SCHEDULES[name],
+        **evaluated,
+    )
+    trainer.train()
+    return logs(trainer)
+
+
+def every_schedule(kit: Kit) -> Any:
+    return {name: schedule(kit, name) for name in SCHEDULES}
+
+
+def model_init() -> Any:
+    return llama()
+
+
+def hyperparameter_search(kit: Kit) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trainer = kit.trainer(model_init=model_init, max_steps=2, eval_strategy="steps", eval_steps=2)
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)},
+        n_trials=3,
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    return None if best is None else [best.run_id, best.objective, best.hyperparameters]
+
+
+def pruned_search(kit: Kit) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    trainer = kit.trainer(model_init=model_init, max_steps=3, eval_strategy="steps", eval_steps=1)
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-5, 1e-5])},
+        n_trials=3,
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-2, 1e-5]}, seed=0),
+        pruner=optuna.pruners.ThresholdPruner(upper=4.55),
+    )
+    return None if best is None else [best.run_id, best.objective, best.hyperparameters]
+
+
+FEATURES = {
+    function.__name__: function
+    for function in (
+        batch_eval_metrics,
+        metrics_with_inputs_and_losses,
+        predictions_without_labels,
+        prediction_loss_only,
+        label_smoothing,
+        accumulated,
+        caches_emptied,
+        checkpointing_with_arguments,
+        reentrant_checkpointing,
+        grouped_by_length,
+        columns_removed_and_last_batch_dropped,
+        callbacks,
+        best_model_and_early_stopping,
+        every_schedule,
+        hyperparameter_search,
+    )
+}
