@@ -26,6 +26,9 @@ from optimum_trn.parallel.topology import Topology
 STATE_BYTES = 16
 """Bytes of the states of one parameter: in float32 the weight, its gradient and the two moments of Adam."""
 
+WITHOUT_DTENSORS = (torch.optim.Rprop,)
+"""Optimizers of torch that work element by element, but with operators that DTensors do not have (`index_put_`)."""
+
 COMPUTE_DTYPE = "_optimum_trn_compute_dtype"
 """The attribute of a partitioned model that says in which dtype its float32 master weights are computed with."""
 

@@ -6,8 +6,10 @@ stage 1: gradients are reduce-scattered, each rank updates its own part of the w
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optimum_trn.errors import CheckpointError
+from optimum_trn.parallel.arrivals import Arrival
 from optimum_trn.parallel.buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -42,8 +45,13 @@ class Zero1Optimizer(torch.optim.Optimizer):
     `parameters` are those of the model, by name: all that require a gradient, and all that the optimizer holds. Their
     gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them. `others`, such as
     experts, are cut over the ranks of a group of their own, and have a reducer of their own in `reducers`.
+    The parameters that `step` has updated arrive while the next forward pass runs, which waits for each bucket where it
+    first reads one of them; so does everyone else (see arrivals.py). `settle` waits for all.
     Raises ValueError for an optimizer that needs all parameters at once, by its name.
     """
+
+    overlaps: bool = True
+    """Whether parameters may arrive after `step`; a compiled forward pass can't wait for them."""
 
     def __init__(
         self,
@@ -80,9 +88,11 @@ class Zero1Optimizer(torch.optim.Optimizer):
         self.reducer = self.reducers[0]
         self.parts: dict[Span, nn.Parameter] = {}
         self._versions: dict[str, int] = {}
-        self._take_parts(whole)
+        self._arrivals: list[Arrival] = []
+        weakref.finalize(self, _complete, self._arrivals)  # at exit, too: other ranks may still want this one's parts
+        self._take_parts()
 
-    def _take_parts(self, whole: bool) -> None:
+    def _take_parts(self) -> None:
         """Put this rank's parts in the optimizer's groups where the parameters are, and cut their states."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         own: dict[str, list[Span]] = defaultdict(list)
@@ -94,8 +104,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.optimizer.state.pop(parameter, None)
                 for span in own[names[id(parameter)]]:
+                    is_whole = span.length == parameter.numel()  # then in its shape, which some optimizers must see
                     values = self._values(span).float() if parameter.dtype in LOW_PRECISION else self._values(span)
-                    part = self.parts[span] = nn.Parameter(values.view_as(parameter) if whole else values)
+                    part = self.parts[span] = nn.Parameter(values.view_as(parameter) if is_whole else values)
                     parts.append(part)
                     if state is not None:
                         self.optimizer.state[part] = {
@@ -124,6 +135,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 "An optimizer that is sharded over data-parallel ranks takes no closure; set zero_1=False."
             )
+        self.settle()
         gradients = {span: grad for reducer in self.reducers for span, grad in reducer.gradients.items()}
         for span, part in self.parts.items():
             parameter = self.parameters[span.name]
@@ -135,36 +147,35 @@ class Zero1Optimizer(torch.optim.Optimizer):
             part.grad = None if gradient is None else gradient.view_as(part)
         self.optimizer.step()
         for reducer in self.reducers:
-            self._gather(reducer)
-        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+            for bucket in reversed(reducer.buckets):  # in the order in which forward needs them
+                if not reducer.present.isdisjoint(bucket.names):
+                    self._arrivals.append(self._gather(reducer, bucket))
+        if not self.overlaps:
+            self.settle()
         self.zero_grad()
 
-    def _gather(self, reducer: Scattered) -> None:
-        """Have every rank's parts in the model's parameters, one bucket under way while the one before is copied."""
-        under_way: tuple[Bucket, Tensor, Any] | None = None
-        for bucket in reversed(reducer.buckets):  # in the order in which forward needs them
-            if reducer.present.isdisjoint(bucket.names):
-                continue
-            device = self.parameters[bucket.spans[0].name].device
-            chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=device)
-            for span in bucket.spans:
-                if span.rank == reducer.rank:
-                    part = self.parts.get(span)
-                    values = self._values(span) if part is None else part.view(-1)
-                    chunk.narrow(0, span.offset, span.length).copy_(values)
-            flat = chunk.new_empty(bucket.num_ranks * bucket.chunk)
-            work = dist.all_gather_into_tensor(flat, chunk, group=reducer.group, async_op=True)
-            if under_way is not None:
-                self._receive(reducer.rank, *under_way)
-            under_way = (bucket, flat, work)
-        if under_way is not None:
-            self._receive(reducer.rank, *under_way)
+    def settle(self) -> None:
+        """Wait until the model's parameters are those of the last step."""
+        _complete(self._arrivals)
 
-    def _receive(self, rank: int, bucket: Bucket, flat: Tensor, work: Any) -> None:
-        work.wait()
+    def _gather(self, reducer: Scattered, bucket: Bucket) -> Arrival:
+        """Have every rank's parts of a bucket on their way into the model's parameters."""
+        parameters = [self.parameters[name] for name in bucket.names]
+        chunk = torch.zeros(bucket.chunk, dtype=bucket.dtype, device=parameters[0].device)
+        for span in bucket.spans:
+            if span.rank == reducer.rank:
+                part = self.parts.get(span)
+                values = self._values(span) if part is None else part.view(-1)
+                chunk.narrow(0, span.offset, span.length).copy_(values)
+        flat = chunk.new_empty(bucket.num_ranks * bucket.chunk)
+        work = dist.all_gather_into_tensor(flat, chunk, group=reducer.group, async_op=True)
+        return Arrival(parameters, work, partial(self._receive, reducer.rank, bucket, flat))
+
+    def _receive(self, rank: int, bucket: Bucket, flat: Tensor) -> None:
         for span in bucket.spans:
             if span.rank != rank or bucket.dtype in LOW_PRECISION:
                 self._values(span).copy_(bucket.part(flat, span))
+        self._versions |= {name: self.parameters[name]._version for name in bucket.names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the parts and of the model."""
@@ -227,7 +238,14 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 "parts are others: it was saved at another data-parallel layout, or of another model."
             )
         masters = state_dict["masters"]
+        self.settle()
         self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k not in ("masters", "spans")})
         for index, part in enumerate(self.parts.values()):
             if index in masters:
                 part.copy_(masters[index])
+
+
+def _complete(arrivals: list[Arrival]) -> None:
+    for arrival in arrivals:
+        arrival.complete()
+    arrivals.clear()

@@ -17,7 +17,8 @@ from ..parallel import ParallelConfig, Placement
 from ..parallel.grad_norm import Gradient, clip_, gradients_of, total_norm
 from ..parallel.gradients import AllReduced, GradientReducer, Scattered
 from ..parallel.granularity import Granularity, granularity_of
-from ..parallel.mics import is_partitioned, partitioned_gradients, without_replicas
+from ..parallel.mics import WITHOUT_DTENSORS, is_partitioned, partitioned_gradients, without_replicas
+from ..parallel.whole_parameters import Shards, WholeParameters
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import pipeline_of, state_of
 from ..patching.adapters import placements_of
@@ -47,11 +48,16 @@ class Replication:
         self._duplicates: set[str] = set()  # parameters that an earlier rank of the pipeline has, too
         self._buffers: list[Any] = []
         self._partitioned: list[nn.Module] = []
+        self._sharded_optimizers: list[Zero1Optimizer] = []
         self._experts: ExpertShards | None = None
         self._expert_names: set[str] = set()
 
     def attach(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: DistributedDataParallelKwargs | None
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        options: DistributedDataParallelKwargs | None,
+        compiled: bool = False,
     ) -> None:
         """Take on `models` and the prepared `optimizers` (accelerate's wrappers) of their parameters.
 
@@ -72,12 +78,17 @@ class Replication:
         self._partitioned = [model for model in models if is_partitioned(model)]
         sharded = {self._names[id(p)] for model in self._partitioned for p in model.parameters()}
         for accelerated in optimizers:
-            self._check_sees_whole_parameters(accelerated.optimizer)
+            needs_whole = self._needs_whole_parameters(accelerated.optimizer)
             optimizer = self._sharded(accelerated.optimizer, parameters, capacity)
             if optimizer is not None:
                 accelerated.optimizer = optimizer
+                # A compiled forward pass takes the parameters that it is given: it does not wait for them.
+                optimizer.overlaps = not compiled
+                self._sharded_optimizers.append(optimizer)
                 self.reducers += optimizer.reducers
                 sharded |= optimizer.parameters.keys()
+            if needs_whole:
+                self._give_whole_parameters(accelerated)
         rest = {name: parameter for name, parameter in parameters.items() if name not in sharded}
         for family, group in self._families(rest):
             if family and self.num_ranks > 1:
@@ -136,20 +147,43 @@ class Replication:
 
         self._buffers = [model.register_forward_pre_hook(take) for model in models if _saved_buffers(model)]
 
-    def _check_sees_whole_parameters(self, optimizer: Any) -> None:
-        """Refuse an optimizer that would take a shard for a parameter, by its name."""
+    def _needs_whole_parameters(self, optimizer: Any) -> bool:
+        """Whether an optimizer would take shards for parameters; ValueError, by its name, if it can't be helped."""
         sizes = {
             "tensor_parallel_size": self.mesh["tp"].size(),
             "expert_parallel_size": self.config.expert_parallel_size,
             "mics_partition_size": self.mesh["dp_shard"].size(),
         }
         shards = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if shards and not isinstance(optimizer, Zero1Optimizer):
-            if granularity_of(optimizer) is not Granularity.ELEMENT:
-                raise ValueError(
-                    f"{type(optimizer).__name__} must see whole parameters, which {shards} shards. Use an optimizer "
-                    "that works element by element, such as AdamW, or leave the parameters whole."
-                )
+        if not shards or isinstance(optimizer, Zero1Optimizer | WholeParameters):
+            return False
+        granularity = granularity_of(optimizer)
+        if granularity is Granularity.MODEL:
+            raise ValueError(
+                f"{type(optimizer).__name__} updates a parameter by what it knows of others, or could not be tried on "
+                f"small ones: it can't train parameters that {shards} shards. Use an optimizer that updates each "
+                "parameter by itself, such as AdamW or Adafactor, or leave the parameters whole."
+            )
+        return granularity is Granularity.PARAMETER or (bool(self._partitioned) and type(optimizer) in WITHOUT_DTENSORS)
+
+    def _give_whole_parameters(self, accelerated: Any) -> None:
+        """Have an optimizer update whole parameters, of which this rank has shards (see whole_parameters.py)."""
+        optimizer = accelerated.optimizer
+        if isinstance(optimizer, Zero1Optimizer):
+            names = {id(part): span.name for span, part in optimizer.parts.items()}
+        else:
+            names = self._names
+        shards = {key: self._shards_of(name) for key, name in names.items() if name in self.placements}
+        if isinstance(optimizer, Zero1Optimizer):
+            optimizer.optimizer = WholeParameters(optimizer.optimizer, shards)
+        else:
+            accelerated.optimizer = WholeParameters(optimizer, shards)
+
+    def _shards_of(self, name: str) -> Shards:
+        if name in self._expert_names and self._experts is not None:
+            return Shards(self.placements[name], self._experts.group.process_group, self._experts.group.rank)
+        group = self.mesh.get_group("tp")
+        return Shards(self.placements[name], group, dist.get_rank(group))
 
     def _sharded(self, optimizer: Any, parameters: Mapping[str, nn.Parameter], capacity: int) -> Zero1Optimizer | None:
         if isinstance(optimizer, Zero1Optimizer):  # of an earlier call of Trainer.train
@@ -195,7 +229,14 @@ class Replication:
             reducer.close()
         for handle in self._buffers:
             handle.remove()
+        self.settle()
         self.models, self.reducers, self._buffers, self._partitioned = (), [], [], []
+        self._sharded_optimizers = []
+
+    def settle(self) -> None:
+        """Wait until the parameters of all models are those of the last optimizer step."""
+        for optimizer in self._sharded_optimizers:
+            optimizer.settle()
 
     # ---- The norm of the gradients ----------------------------------------------------------------------------------
 
