@@ -39,7 +39,15 @@ class DataParallelAccelerator(Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
-        """Turn an accelerator into one that counts the data-parallel ranks of `mesh`, on the instance."""
+        """Turn an accelerator into one that counts the data-parallel ranks of `mesh`, on the instance.
+
+        Raises ValueError where these would get different numbers of batches.
+        """
+        if not accelerator.even_batches and mesh["dp"].size() > 1:
+            raise ValueError(
+                f"even_batches=False: with {mesh['dp'].size()} data-parallel ranks, some would have a batch less and "
+                "the others wait for their gradients. Leave it True, or set dataloader_drop_last=True."
+            )
         accelerator.__class__ = type(cls.__name__, (cls, type(accelerator)), {})
         accelerator.mesh = mesh
         accelerator.replication = Replication(mesh, config)

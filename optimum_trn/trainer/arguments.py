@@ -14,6 +14,7 @@ from ..errors import MeshError
 from ..parallel import ParallelConfig
 from ..parallel.mesh import world_size
 from ..parallel.schedules import ScheduleName
+from . import refusals
 
 
 @dataclass
@@ -21,7 +22,8 @@ class NeuronTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` and the degrees of parallelism; data parallel is what is left of the world size.
 
     Raises `MeshError`, before a process group or a model exists, when the degrees do not divide the world size, and
-    ValueError for the arguments that sharded models can't honour; the text of each names the way out.
+    ValueError for the arguments that sharded models or NeuronCores can't honour (refusals.py); the text of each names
+    the way out. docs/arguments.md lists what becomes of every argument.
     """
 
     tensor_parallel_size: int = field(
@@ -104,28 +106,15 @@ class NeuronTrainingArguments(TrainingArguments):
                 f"recompute={self.recompute!r} and transformers' activation_checkpointing=True both choose what is "
                 "computed again: leave one of them unset."
             )
-        if self.auto_find_batch_size and world_size() > 1:
-            raise ValueError(
-                "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries "
-                "with a smaller batch while the others wait for it in a collective. Set per_device_train_batch_size."
-            )
-        if self.parallel_config.ranks_per_copy > 1 or self.mics_partition_size is not None:
-            for argument in ("fsdp", "deepspeed", "parallelism_config"):
-                if getattr(self, argument, None):
-                    raise ValueError(
-                        f"{argument} can't be combined with {degrees_of(self.parallel_config)}: both would shard the "
-                        f"model. Leave {argument} unset; data parallel is what is left of the world."
-                    )
         # accelerate takes part in a process group on the CPU only when it is told to.
         self.use_cpu = self.use_cpu or device_type() == "cpu"
+        refusals.check(self)
         super().__post_init__()
         if self.world_size != world_size():
             raise MeshError(
                 f"The launcher started {world_size()} processes, but accelerate sees {self.world_size}: the process "
                 f"group was not made for {self.device}. Make the training arguments before anything else in the script."
             )
-        if self.fp16 and self.device.type == "neuron":
-            raise ValueError("fp16=True: NeuronCores train in bfloat16 or float32; set bf16=True instead.")
 
     @property
     def parallel_config(self) -> ParallelConfig:

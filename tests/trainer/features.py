@@ -1,5 +1,6 @@
 """What Trainer can do, feature by feature: each runs in one process and on any mesh, and returns numbers to compare."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -338,17 +339,63 @@ def hyperparameter_search(kit: Kit) -> Any:
 
 
 def pruned_search(kit: Kit) -> Any:
+    """A trial whose first evaluation is bad is given up, on all ranks."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     trainer = kit.trainer(model_init=model_init, max_steps=3, eval_strategy="steps", eval_steps=1)
+    rates = [1e-2, 1.0, 1e-3]
     best = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-5, 1e-5])},
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", *[rates[trial.number]] * 2)},
         n_trials=3,
-        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-2, 1e-5]}, seed=0),
-        pruner=optuna.pruners.ThresholdPruner(upper=4.55),
+        pruner=optuna.pruners.ThresholdPruner(upper=5.0),
     )
-    return None if best is None else [best.run_id, best.objective, best.hyperparameters]
+    steps = len(logs(trainer, "eval_loss")[0])
+    return None if best is None else [best.run_id, best.objective, best.hyperparameters, steps]
+
+
+# ---- Numerics and tools ---------------------------------------------------------------------------------------------
+
+
+def compiled(kit: Kit) -> Any:
+    return trained(kit, torch_compile=True, torch_compile_backend="aot_eager")
+
+
+def deterministic_kernels(kit: Kit) -> Any:
+    try:
+        return trained(kit, full_determinism=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def activations_watched(kit: Kit) -> Any:
+    return trained(kit, debug="underflow_overflow")
+
+
+def memory_measured(kit: Kit) -> Any:
+    trainer = kit.trainer(skip_memory_metrics=False)
+    return sorted(trainer.train().metrics)
+
+
+def evaluated_in_bfloat16(kit: Kit) -> Any:
+    trainer = kit.trainer(bf16_full_eval=True)
+    return round(trainer.evaluate()["eval_loss"], 1)
+
+
+def noise_on_embeddings(kit: Kit) -> Any:
+    return trained(kit, neftune_noise_alpha=5.0)
+
+
+def reported_to_tensorboard(kit: Kit) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(kit.directory / "tensorboard")
+    trainer = kit.trainer(report_to="tensorboard", run_name="a run")
+    trainer.train()
+    if not trainer.is_world_process_zero():
+        return None
+    events = EventAccumulator(str(kit.directory / "tensorboard")).Reload()
+    return [[event.value for event in events.Scalars(name)] for name in ("train/loss", "train/grad_norm")]
 
 
 FEATURES = {
@@ -369,5 +416,13 @@ FEATURES = {
         best_model_and_early_stopping,
         every_schedule,
         hyperparameter_search,
+        compiled,
+        deterministic_kernels,
+        activations_watched,
+        memory_measured,
+        evaluated_in_bfloat16,
+        noise_on_embeddings,
+        reported_to_tensorboard,
+        pruned_search,
     )
 }

@@ -8,6 +8,7 @@ import pytest
 from optimum_trn.errors import MeshError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.trainer import NeuronTrainingArguments
+from optimum_trn.trainer.refusals import REFUSALS
 from tests.distributed import run_ranks
 
 
@@ -32,29 +33,35 @@ def test_a_size_is_a_positive_integer(tmp_path, size):
         NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=size)
 
 
-@pytest.mark.parametrize("option", [{"fsdp": True}, {"deepspeed": "config.json"}])
-def test_a_second_way_to_shard_is_refused(tmp_path, monkeypatch, option):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=f"{next(iter(option))} can't be combined with tensor_parallel_size=2"):
-        NeuronTrainingArguments(output_dir=str(tmp_path), tensor_parallel_size=2, **option)
-    with pytest.raises(ValueError, match=f"{next(iter(option))} can't be combined with mics_partition_size=2"):
-        NeuronTrainingArguments(output_dir=str(tmp_path), mics_partition_size=2, **option)
+REFUSED = [
+    ("fsdp", True, "mics_partition_size=N shards weights"),
+    ("deepspeed", "config.json", "zero_1 shards optimizer states"),
+    ("parallelism_config", object(), "tensor_parallel_size, context_parallel_size"),
+    ("auto_find_batch_size", True, "Set per_device_train_batch_size"),
+    ("enable_jit_checkpoint", True, "save_steps"),
+    ("use_liger_kernel", True, "Triton for GPUs"),
+    ("fp16", True, "set bf16=True instead"),
+    ("fp16_full_eval", True, "set bf16_full_eval=True instead"),
+    ("debug", "tpu_metrics_debug", "XLA devices"),
+    ("ddp_backend", "nccl", "through the backend neuron"),
+]
 
 
-def test_retrying_with_smaller_batches_is_refused_where_ranks_would_wait_for_each_other(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, value, text", REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_what_cannot_be_honoured_is_refused_with_a_reason(tmp_path, monkeypatch, name, value, text):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="auto_find_batch_size works in one process only"):
-        NeuronTrainingArguments(output_dir=str(tmp_path), auto_find_batch_size=True)
+    with pytest.raises(ValueError, match=text) as error:
+        NeuronTrainingArguments(output_dir=str(tmp_path), **{name: value})
+    assert f"{name}={value!r} is refused: " in str(error.value)
+
+
+def test_every_refusal_has_a_case():
+    assert {refusal.argument for refusal in REFUSALS} == {name for name, _, _ in REFUSED}
 
 
 def test_every_degree_is_an_argument_with_the_same_default():
     stock = {field.name: field.default for field in fields(NeuronTrainingArguments)}
     assert {field.name: field.default for field in fields(ParallelConfig)}.items() <= stock.items()
-
-
-def test_float16_is_refused_on_a_core(tmp_path):
-    with pytest.raises(ValueError, match="set bf16=True instead"):
-        NeuronTrainingArguments(output_dir=str(tmp_path), fp16=True)
 
 
 def test_the_size_of_a_partition_may_be_text_as_on_the_command_line(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ MESHES = {
 
 def walk(rank, world_size, directory, replicas, own, names):
     torch.manual_seed(rank)  # nobody promised equal generators
-    results, failures = {}, {}
+    results = {}
     for name in names:
         try:
             results[name] = FEATURES[name](

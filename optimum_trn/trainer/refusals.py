@@ -1,0 +1,99 @@
+"""The values of training arguments that can't be honoured here, each with its reason and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..device import device_type
+from ..parallel.mesh import world_size
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One argument, the circumstances in which it is refused (for the table in the docs, and as a test), and why."""
+
+    argument: str
+    where: str
+    applies: Callable[[Any], bool]
+    reason: str
+
+
+def on_core(args: Any) -> bool:
+    """Whether the device is a NeuronCore."""
+    return device_type() == "neuron" and not args.use_cpu
+
+
+def several(args: Any) -> bool:
+    """Whether several processes train together."""
+    return world_size() > 1
+
+
+FLOAT16 = "NeuronCores train in bfloat16 or float32"
+REFUSALS = (
+    Refusal("fp16", "on NeuronCores", on_core, f"{FLOAT16}; set bf16=True instead."),
+    Refusal("fp16_full_eval", "on NeuronCores", on_core, f"{FLOAT16}; set bf16_full_eval=True instead."),
+    Refusal(
+        "use_liger_kernel",
+        "on NeuronCores",
+        on_core,
+        "Liger's kernels are written in Triton for GPUs. Leave it unset: cross-entropy on a sharded vocabulary, which "
+        "never gathers the logits, comes with tensor_parallel_size.",
+    ),
+    Refusal(
+        "auto_find_batch_size",
+        "with several processes",
+        several,
+        "auto_find_batch_size works in one process only: with several, a core that runs out of memory retries with a "
+        "smaller batch while the others wait for it in a collective. Set per_device_train_batch_size.",
+    ),
+    Refusal(
+        "enable_jit_checkpoint",
+        "with several processes",
+        several,
+        "the signal reaches every process at a step of its own, and one would save while the others train. Set "
+        "save_steps, and resume_from_checkpoint=True takes the newest checkpoint.",
+    ),
+    Refusal(
+        "deepspeed",
+        "with several processes",
+        several,
+        "DeepSpeed would shard the optimizer, too. Leave it unset: zero_1 shards optimizer states, "
+        "mics_partition_size weights and gradients as well.",
+    ),
+    Refusal(
+        "fsdp",
+        "with several processes",
+        several,
+        "FSDP would shard the model, too. Leave it unset: mics_partition_size=N shards weights, gradients and "
+        "optimizer states over groups of N cores, over all of them if N is their number.",
+    ),
+    Refusal(
+        "parallelism_config",
+        "with several processes",
+        several,
+        "accelerate's ParallelismConfig would shard the model, too. Leave it unset and give tensor_parallel_size, "
+        "context_parallel_size and the other degrees.",
+    ),
+    Refusal(
+        "debug",
+        'if it names "tpu_metrics_debug"',
+        lambda args: "tpu_metrics_debug" in str(args.debug),
+        "tpu_metrics_debug reports on XLA devices, which NeuronCores are not here.",
+    ),
+    Refusal(
+        "ddp_backend",
+        'on NeuronCores, other than "neuron"',
+        lambda args: on_core(args) and args.ddp_backend != "neuron",
+        "processes on NeuronCores talk through the backend neuron. Leave it unset.",
+    ),
+)
+
+
+def check(args: Any) -> None:
+    """Raise ValueError, with the reason, for the first argument whose value can't be honoured."""
+    for refusal in REFUSALS:
+        value = getattr(args, refusal.argument)
+        if value and refusal.applies(args):
+            raise ValueError(f"{refusal.argument}={value!r} is refused: {refusal.reason}")
