@@ -33,6 +33,7 @@ from optimum_trn.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.replicated import SummedGradientForward
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.patching.stages import WRAPPED
 from optimum_trn.patching.state import STATE_ATTRIBUTE, PatchState, state_of
 
 COLUMNS = (ColumnParallelLinear, ColumnParallelConv1D)
@@ -78,13 +79,14 @@ def adopt_adapters(model: nn.Module) -> None:
     """Makes the adapters that PEFT has added to a patched model since the last time compute with this rank's shards.
 
     Their values become those of the first rank, everywhere: a collective over all ranks that hold the model, unless
-    there is nothing new.  `PlanError` for adapters that do not compute with shards, by name.
+    there is nothing new.  `PlanError` for adapters that do not compute with shards, by name, and for those that a
+    model got after its stages were cut: no rank sees all of its layers.
     """
     state = state_of(model)
     if not getattr(model, "peft_config", None) or state is None or not state.actions:
         return
     if state.pipeline is not None:
-        raise PlanError("Adapters of PEFT are not cut into pipeline stages. Set pipeline_parallel_size=1 for them.")
+        state.pipeline.staged.check_adapters()
     _refuse_options(model)
     fresh = _fresh_layers(model, state)
     for path, wrapper in _wrappers(model):
@@ -129,32 +131,49 @@ def _make_equal(layer: Any, state: PatchState) -> None:
 
 
 @contextmanager
-def adapters_aside(model: nn.Module) -> Iterator[None]:
+def adapters_aside(model: nn.Module) -> Iterator[dict[str, Any]]:
     """While active, the layers that PEFT has wrapped are in their old places, so that the model can be patched.
 
-    Afterwards the wrappers are back, and what `modules_to_save` has copied is sharded like the original.
+    Afterwards the wrappers, which it gives by their paths, are back, but for those of pipeline stages of other ranks,
+    and what `modules_to_save` has copied is sharded like the original.
     """
-    taken: list[tuple[nn.Module, str, Any]] = []
+    taken: dict[str, Any] = {}
+    parents: dict[str, nn.Module] = {}
     if getattr(model, "peft_config", None):
         _refuse_options(model)
         paths = [path for path, _ in _wrappers(model)]
         for path, wrapper in list(_wrappers(model)):
-            owner, _, name = path.rpartition(".")
             if any(path.startswith(f"{outer}.") for outer in paths):
                 raise PlanError(f"{path}: an adapter within a module that modules_to_save copies can't be sharded.")
-            taken.append((model.get_submodule(owner), name, wrapper))
-    for parent, name, wrapper in taken:
-        setattr(parent, name, wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else wrapper.original_module)
+            taken[path], parents[path] = wrapper, model.get_submodule(path.rpartition(".")[0])
+    for path, wrapper in taken.items():
+        setattr(parents[path], path.rpartition(".")[2], getattr(wrapper, _wrapped(wrapper)))
     try:
-        yield
+        yield taken
     finally:
-        for parent, name, wrapper in taken:
-            setattr(parent, name, wrapper)
-    state = state_of(model)
+        state = state_of(model)
+        for path, wrapper in taken.items():
+            if state is None or state.pipeline is None or state.pipeline.staged.holds(path):
+                setattr(parents[path], path.rpartition(".")[2], wrapper)
     if taken and state is not None:
         _fresh_layers(model, state)  # refuses what is to be refused before more is changed
         _shard_copies(model)
         adopt_adapters(model)
+
+
+def put_back(model: nn.Module, taken: dict[str, Any]) -> None:
+    """The wrappers that `adapters_aside` has left out are in their places again, around the layers that are there."""
+    for path, wrapper in taken.items():
+        owner, _, name = path.rpartition(".")
+        layer = model.get_submodule(path)
+        if layer is not wrapper:
+            setattr(wrapper, _wrapped(wrapper), layer)
+            setattr(model.get_submodule(owner), name, wrapper)
+
+
+def _wrapped(wrapper: nn.Module) -> str:
+    """The name under which a wrapper holds the layer whose place it has taken."""
+    return next(name for name in WRAPPED if name in wrapper._modules)
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel.mesh import TENSOR_AXIS, ParallelConfig, pipeline_size
-from optimum_trn.patching.adapters import adapters_aside, has_adapters
+from optimum_trn.patching.adapters import adapters_aside, put_back
 from optimum_trn.patching.composite import CompositePlan, plan_for
 from optimum_trn.patching.cutting import place_parameters
 from optimum_trn.patching.engine import install, uninstall
@@ -48,13 +50,9 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
         plan = infer_plan(model.config, type(model))
     plan.validate(model.config, size)
     validate_stages(plan, model.config, stages)
-    if stages > 1 and has_adapters(model):
-        raise PlanError(
-            f"pipeline_parallel_size={parallel_config.pipeline_parallel_size}: adapters of PEFT are not cut. "
-            "Use tensor_parallel_size or data parallel for them."
-        )
+    wrappers: dict[str, Any] = {}
     try:
-        with adapters_aside(model):
+        with adapters_aside(model) as wrappers:
             schedule = Schedule(model, mesh, parallel_config)
             if size > 1:
                 plan.record(schedule)
@@ -70,6 +68,7 @@ def patch_model(model: PreTrainedModel, parallel_config: ParallelConfig, mesh: D
         if state_of(model) is not None:  # an adapter was refused
             with adapters_aside(model):
                 uninstall(model)
+            put_back(model, wrappers)
         raise
 
 

@@ -34,22 +34,23 @@ class PipelinedModel:
         returns what the model says its loss is unless given.
         """
         compute_loss = compute_loss or self._loss
+        self.staged.check_adapters()
         self._refuse_reentrant_checkpoints()
         tied = {
             name: holders
             for name, holders in self.staged.tied_over_ranks().items()
-            if self.model.get_parameter(name).requires_grad
+            if self.staged.parameter(name).requires_grad
         }
-        earlier = {name: self.model.get_parameter(name).grad for name in tied}
+        earlier = {name: self.staged.parameter(name).grad for name in tied}
         for name in tied:
-            self.model.get_parameter(name).grad = None  # what was summed in an earlier step must not be again
+            self.staged.parameter(name).grad = None  # what was summed in an earlier step must not be again
 
         def run(stage: int, micro_batch: int, received: Any) -> Any:
             return self._run(stage, received, micro_batches[micro_batch], compute_loss)
 
         losses = self.engine.step(run, self.staged.weights, [shapes_of(batch) for batch in micro_batches])
         for name, holders in tied.items():
-            parameter = self.model.get_parameter(name)
+            parameter = self.staged.parameter(name)
             self.engine.sum_gradients(parameter, holders)
             if earlier[name] is not None:
                 parameter.grad += earlier[name]
@@ -58,6 +59,7 @@ class PipelinedModel:
     def evaluate(self, batch: Batch, compute: Compute | None = None) -> Any:
         """What `compute(batch)` returns on the last stage, on every rank; the model's outputs unless it is given."""
         compute = compute or (lambda inputs: dict(self.model(**inputs)))
+        self.staged.check_adapters()
 
         def run(stage: int, _: int, received: Any) -> Any:
             return self._run(stage, received, batch, compute)

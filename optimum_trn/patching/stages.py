@@ -11,10 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from optimum_trn.errors import PlanError
 from optimum_trn.parallel.mesh import RankGroup
 from optimum_trn.parallel.random import rank_random
 from optimum_trn.patching.elsewhere import Elsewhere, HandOver, Passage, PassingLayer, ShapeOnly, on_meta
 from optimum_trn.patching.stage_map import StageMap
+
+WRAPPED = ("base_layer", "original_module")
+"""Under which names wrappers of PEFT hold the module whose place they have taken."""
 
 
 class StagedModel:
@@ -28,12 +32,13 @@ class StagedModel:
         self.running: int | None = None
         self.own = list(range(group.rank, stages.num_stages, group.size))
         self.elsewhere: dict[str, Elsewhere] = {}
-        self.local: dict[str, nn.Module] = {}
+        self.local: list[str] = []
+        self.adapters = frozenset(getattr(model, "peft_config", None) or ())  # by name: those that all stages have
         self._hooks: list[RemovableHandle] = []
         for path, stage in stages.modules.items():
             module = model.get_submodule(path)
             if stage in self.own:
-                self.local[path] = module
+                self.local.append(path)
                 if len(self.own) == 1:
                     continue
             stock = on_meta(module)
@@ -47,7 +52,7 @@ class StagedModel:
                 self._put(path, self.elsewhere[path])
         for stage in self.own[: len(self.own) - self.is_last]:
             hook = HandOver(self.passage, stage, lambda: self.running)
-            self._hooks.append(self.local[stages.last_layer(stage)].register_forward_hook(hook))
+            self._hooks.append(model.get_submodule(stages.last_layer(stage)).register_forward_hook(hook))
         if stages.encoder_end is not None:
             self._hooks.append(model.get_encoder().register_forward_hook(self._keep_encoded))
         self._stock_ties = model.all_tied_weights_keys
@@ -109,6 +114,25 @@ class StagedModel:
             ranks |= set(range(self.group.size)) if stage is None else {stage % self.group.size}
         return sorted(ranks)
 
+    def check_adapters(self) -> None:
+        """Raises `PlanError` for adapters of PEFT that the model has got since, of which no rank sees all layers."""
+        late = set(getattr(self.model, "peft_config", None) or ()) - self.adapters
+        if late:
+            raise PlanError(
+                f"The adapters {', '.join(sorted(late))} were added to the stages of one rank, after the model was cut "
+                "by pipeline_parallel_size. Add them to the stock model, and give that PeftModel to NeuronTrainer."
+            )
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of this rank that has that name in the stock model, whose modules PEFT may have wrapped."""
+        module: Any = self.model
+        *path, last = name.split(".")
+        for part in path:
+            module = module.get_submodule(part)
+            while wrapped := [module._modules[inner] for inner in WRAPPED if inner in module._modules]:
+                module = wrapped[0]
+        return module.get_parameter(last)
+
     def tied_over_ranks(self) -> dict[str, list[int]]:
         """The parameters of this rank that others have, too, in an order that all ranks share, and who has them."""
         seen: set[int] = set()
@@ -116,8 +140,8 @@ class StagedModel:
         for names in dict.fromkeys(self.stages.aliases.values()):
             holders = self.holders(names[0])
             mine = next((name for name in names if self.holds(name)), None)
-            if len(holders) > 1 and mine is not None and id(self.model.get_parameter(mine)) not in seen:
-                seen.add(id(self.model.get_parameter(mine)))
+            if len(holders) > 1 and mine is not None and id(self.parameter(mine)) not in seen:
+                seen.add(id(self.parameter(mine)))
                 found[mine] = holders
         return found
 
@@ -129,9 +153,9 @@ class StagedModel:
         """The trained parameters of a stage of this rank."""
         found = {
             id(parameter): parameter
-            for path, module in self.local.items()
+            for path in self.local
             if self.stages.modules[path] == stage
-            for parameter in module.parameters()
+            for parameter in self.model.get_submodule(path).parameters()
             if parameter.requires_grad
         }
         return list(found.values())
@@ -188,14 +212,14 @@ class StagedModel:
     @contextmanager
     def _only(self, stage: int) -> Iterator[None]:
         """While active, the modules of this rank's other stages are elsewhere, too."""
-        others = [path for path in self.local if self.stages.modules[path] != stage]
+        others = {path: self.model.get_submodule(path) for path in self.local if self.stages.modules[path] != stage}
         for path in others:
             self._put(path, self.elsewhere[path])
         try:
             yield
         finally:
-            for path in others:
-                self._put(path, self.local[path])
+            for path, module in others.items():
+                self._put(path, module)
 
     def _put(self, path: str, module: nn.Module) -> None:
         owner, _, name = path.rpartition(".")

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
+from ..checkpoint.adapters import save_adapters
 from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError, PlanError
@@ -123,7 +124,10 @@ class NeuronTrainerMixin(_Trainer):
                     "Prompt learning is not supported on a sharded model. Use LoRA, or tensor_parallel_size=1."
                 )
             adopt_adapters(model.get_base_model())
-            model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
+            if pipeline_of(model) is None:
+                model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
+            else:
+                model.save_pretrained = functools.partial(save_adapters, model)
 
     def _shard_layers(self, model: Any) -> None:
         state = state_of(model)
@@ -142,6 +146,8 @@ class NeuronTrainerMixin(_Trainer):
             dist.broadcast(on_device, src=0)
             tensor.data.copy_(on_device)
         stock = unwrap_peft_model(model)
+        if _is_peft_model(model) and wanted.pipeline_parallel_size > 1:  # what no rank can count once stages are cut
+            model.get_nb_trainable_parameters = functools.partial(tuple, model.get_nb_trainable_parameters())
         patch_model(stock, self.parallel_config, mesh=self.mesh)
         stock.save_pretrained = functools.partial(save_pretrained, stock)
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel import ParallelConfig
-from optimum_trn.patching import patch_model
+from optimum_trn.patching import patch_model, pipeline_of
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from tests.devices import local_device
 from tests.distributed import run_ranks
@@ -18,6 +18,7 @@ from tests.trainer import scenario
 from tests.trainer.test_parity import assert_same
 
 ROWS = dict(train_rows=9, eval_rows=5)
+PP2 = {"pipeline_parallel_size": 2}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
@@ -39,8 +40,7 @@ def sharded(rank, world_size, directory, patched_first, options):
         NeuronTrainingArguments,
         directory,
         model=model,
-        tensor_parallel_size=2,
-        **{**ROWS, **options},
+        **{"tensor_parallel_size": 2, **ROWS, **options},
     )
     return result, model.get_nb_trainable_parameters()
 
@@ -52,12 +52,18 @@ def sharded(rank, world_size, directory, patched_first, options):
         pytest.param(2, False, {}, {}),
         # Recomputation in frozen layers, on two copies of the model that share each row of sequences.
         pytest.param(4, False, {"gradient_checkpointing": True}, {"sequence_parallel": True}, marks=pytest.mark.full),
+        # Each stage has its own adapters; the copied head is on the last one.
+        (2, False, {}, {**PP2, "tensor_parallel_size": 1}),
+        pytest.param(4, False, {}, {**PP2, "tensor_parallel_size": 1}, marks=pytest.mark.full),
+        pytest.param(4, False, {"gradient_checkpointing": True}, PP2, marks=pytest.mark.full),
     ],
 )
 def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, world_size, patched_first, options, own):
     theirs = adapted(scenario.llama())
-    rows = {} if world_size == 2 else {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-    options = {**options, **({} if world_size == 2 else {"train_rows": 8})}
+    degrees = {"tensor_parallel_size": 2, **own}
+    copies = world_size // degrees["tensor_parallel_size"] // degrees.get("pipeline_parallel_size", 1)
+    rows = {} if copies == 1 else {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    options = {**options, **({} if copies == 1 else {"train_rows": 8})}
     stock = scenario.run(
         Trainer, TrainingArguments, str(tmp_path / "stock"), model=theirs, use_cpu=True, **{**ROWS, **rows, **options}
     )
@@ -75,11 +81,11 @@ def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, world_size, 
     }
 
 
-def resumed(rank, world_size, directory):
+def resumed(rank, world_size, directory, degrees):
     def trainer():
         arguments = NeuronTrainingArguments(
             output_dir=directory,
-            tensor_parallel_size=2,
+            **degrees,
             max_steps=4,
             save_steps=2,
             per_device_train_batch_size=2,
@@ -99,8 +105,9 @@ def resumed(rank, world_size, directory):
     return losses, all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_resumed_run_with_adapters_is_the_same_to_the_bit(tmp_path):
-    for (whole, continued), same in run_ranks(resumed, 2, str(tmp_path), device="neuron"):
+@pytest.mark.parametrize("degrees", [dict(tensor_parallel_size=2), pytest.param(PP2, marks=pytest.mark.full)])
+def test_a_resumed_run_with_adapters_is_the_same_to_the_bit(tmp_path, degrees):
+    for (whole, continued), same in run_ranks(resumed, 2, str(tmp_path), degrees, device="neuron"):
         assert len(whole) == 4 and whole == continued and same
     adapter = tmp_path / "checkpoint-4" / "adapter_model.safetensors"
     assert adapter.exists() and not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
@@ -123,3 +130,25 @@ def refused(rank, world_size, directory):
 
 def test_what_does_not_compute_with_shards_is_refused_by_name(tmp_path):
     run_ranks(refused, 2, str(tmp_path), device="cpu")
+
+
+def late(rank, world_size):
+    model = scenario.llama()
+    patch_model(model, ParallelConfig(**PP2))
+    tuned = adapted(model)
+    rows = {name: torch.stack([row[name] for row in scenario.rows(2)]) for name in ("input_ids", "labels")}
+    with pytest.raises(PlanError, match="adapters default were added .* after the model was cut"):
+        pipeline_of(tuned).step([rows])
+    # What is refused once layers are cut leaves the adapters of all stages where they were.
+    model = get_peft_model(scenario.llama(), LoraConfig(use_dora=True, target_modules=TARGETS))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = ParallelConfig(tensor_parallel_size=2, **PP2)
+    with pytest.raises(PlanError, match="use_dora=False"):
+        patch_model(model.get_base_model(), config)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], old) for name, old in before.items())
+
+
+@pytest.mark.full
+def test_adapters_that_come_after_the_cut_are_refused_and_others_left_alone(tmp_path):
+    run_ranks(late, 4, device="cpu")
