@@ -9,10 +9,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "optimum_trn"
 LAYERS = [
     "errors",
     "hardware",
+    "cost",
     "device",
     "parallel",
     "patching",
     "models",
+    "store",
     "checkpoint",
     "modeling",
     "trainer",

@@ -1,5 +1,17 @@
-"""Planning: what a training step needs, learned by running the real modules on fake tensors."""
+"""Planning: what a training step needs, takes and costs, before anything is rented."""
 
+from optimum_trn.planning.architecture import Architecture, architecture_of
+from optimum_trn.planning.step import StepEstimate, estimate_step
 from optimum_trn.planning.trace import StepTrace, trace_training_step
+from optimum_trn.planning.workload import Layout, Workload
 
-__all__ = ["StepTrace", "trace_training_step"]
+__all__ = [
+    "Architecture",
+    "Layout",
+    "StepEstimate",
+    "StepTrace",
+    "Workload",
+    "architecture_of",
+    "estimate_step",
+    "trace_training_step",
+]
