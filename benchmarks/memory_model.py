@@ -13,9 +13,8 @@ feed-forward size f, a heads, sequences of s tokens and tensor parallel p, a lay
     attention core    a s t / p      the softmax; the scores before it are not kept
     feed-forward      4 t f / p      gate, its activation, up, and their product
 
-Sequence parallelism divides four of the six t h of the norms by p as well: their outputs, which the blocks read, are
-gathered and kept whole (the paper keeps a shard and gathers again in the backward pass). Selective recomputation drops
-the attention core. The loss takes t x vocabulary buffers: of the whole vocabulary three at once in the backward pass
+Sequence parallelism divides the norms by p as well: of their outputs, which the blocks read gathered, a rank keeps its
+run, and gathers again in the backward pass. Selective recomputation drops the attention core. The loss takes t x vocabulary buffers: of the whole vocabulary three at once in the backward pass
 of the stock loss (log-softmax, its gradient, that of the logits), of a cut one two (logits and softmax, in forward;
 its backward works in place).
 """
@@ -103,7 +102,7 @@ def parameters_of(sizes: Sizes, layers: int, tables: int, tensor: int) -> int:
 def activations_of(sizes: Sizes, layout: Layout, layers: int, tokens: int) -> float:
     """Bytes that the forward pass of `layers` keeps of so many tokens."""
     wide, p = tokens * sizes.hidden, layout.tensor
-    norms = 2 * wide + 4 * wide / (p if layout.sequence else 1)
+    norms = 6 * wide / (p if layout.sequence else 1)
     core = 0 if layout.selective else sizes.heads * sizes.length * tokens
     return layers * BYTES * (norms + (4 * wide + core + 4 * tokens * sizes.feed_forward) / p)
 

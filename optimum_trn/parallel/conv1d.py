@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.parallel.regather import linear
 
 
 class ParallelConv1D(Conv1D):
@@ -31,7 +32,7 @@ class ColumnParallelConv1D(ParallelConv1D):
     def forward(self, x: Tensor) -> Tensor:
         if self.copies_input:
             x = self.group.enter(x)
-        return F.linear(x, self.weight.t(), self.bias)
+        return linear(x, self.weight.t(), self.bias)
 
 
 class RowParallelConv1D(ParallelConv1D):

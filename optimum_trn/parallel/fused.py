@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from optimum_trn.parallel.regather import Regathered, gathered_from
+
 
 def packed(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The rows of all parameters as one tensor without gradient, over the storage that they share.
@@ -53,22 +55,35 @@ def fused_linear(
     """
     weight, *biases = map(packed, parameters)
     sizes = [parameter.shape[0] for parameter in parameters[0]]
+    input_as_given = input
     device = input.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         input, weight, biases = input.to(dtype), weight.to(dtype), [bias.to(dtype) for bias in biases]
     flat = [tensor for group in through for tensor in group]
-    output: Tensor = _FusedLinear.apply(input, weight, biases[0] if biases else None, sizes, *flat)
+    source = gathered_from(input_as_given) if any(tensor.requires_grad for tensor in flat) else None
+    kept = None if source is None else source.run(input.dtype)
+    whole = None if source is None else source.whole(input.dtype)
+    output: Tensor = _FusedLinear.apply(input, kept, weight, biases[0] if biases else None, whole, sizes, *flat)
     return list(output.split(sizes, dim=-1))
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], *parameters: Tensor
+        ctx: Any,
+        input: Tensor,
+        run: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        whole: Regathered | None,
+        sizes: list[int],
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.sizes, ctx.dtypes = sizes, [parameter.dtype for parameter in parameters]
+        if whole is not None:
+            whole.readers += 1
+        ctx.save_for_backward(input if run is None else run, weight)
+        ctx.whole, ctx.sizes, ctx.dtypes = whole, sizes, [parameter.dtype for parameter in parameters]
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -76,11 +91,16 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         grad = grads[0]
+        if ctx.whole is not None:
+            ctx.whole.start(input)
+        grad_input = grad @ weight if ctx.needs_input_grad[0] else None
+        if ctx.whole is not None:
+            input = ctx.whole.take()
         rows = grad.flatten(0, -2)
         parameters: list[Tensor | None] = [None] * len(ctx.dtypes)
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[6:]):
             own = [*(rows.t() @ input.flatten(0, -2)).split(ctx.sizes)]
             if len(ctx.dtypes) > len(own):
                 own += rows.sum(0).split(ctx.sizes)
             parameters = [part.to(dtype) for part, dtype in zip(own, ctx.dtypes, strict=True)]
-        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, *parameters
+        return grad_input, None, None, None, None, None, *parameters

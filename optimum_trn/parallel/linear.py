@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.parallel.regather import linear
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -22,7 +23,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.copies_input:
             input = self.group.enter(input)
-        return F.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, columns of {self.group}"

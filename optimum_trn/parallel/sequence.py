@@ -6,6 +6,7 @@ it leaves move as many bytes as the all-reduce that they replace, and what lies 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.collectives import copy_to_group
 from optimum_trn.parallel.mesh import RankGroup
+from optimum_trn.parallel.regather import Gathered
 
 
 class SequenceLength:
@@ -45,9 +47,14 @@ class SequenceGroup(RankGroup):
         return _group_of, (RankGroup(self.process_group), self.length)
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """All-gather forward, reduce-scatter of the partial gradients backward."""
-        result: Tensor = _Gather.apply(tensor, self, True)
-        return result
+        """All-gather forward, reduce-scatter of the partial gradients backward.
+
+        Linear layers that read the result keep this rank's run of it for the backward pass (see regather.py).
+        """
+        whole: Tensor = _Gather.apply(tensor, self, True)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            Gathered(tensor, self._as_now().start_gather).mark(whole)
+        return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Reduce-scatter of the partial sums forward, all-gather backward."""
@@ -70,6 +77,10 @@ class SequenceGroup(RankGroup):
 
     def gathered(self, local: Tensor) -> Tensor:
         """All runs together, without the padding after them."""
+        return self.start_gather(local)()
+
+    def start_gather(self, local: Tensor) -> Callable[[], Tensor]:
+        """Have all runs under way to here; what it returns waits for them, and puts them together."""
         dim = _sequence_dim(local)
         if dim == 1 and local.shape[1] != -(-self.length.value // self.size):
             raise PlanError(
@@ -77,11 +88,22 @@ class SequenceGroup(RankGroup):
                 f"{self.size} ranks, but this rank has a run of {local.shape[1]}: with recomputation, run the backward "
                 "pass of one batch before the forward pass of a batch of another length."
             )
-        local = local.contiguous()
+        local, length = local.contiguous(), self.length.value
         runs = [torch.empty_like(local) for _ in range(self.size)]
-        dist.all_gather(runs, local, group=self.process_group)
-        whole = torch.cat(runs, dim=dim)
-        return whole if dim == 0 else whole[:, : self.length.value].contiguous()  # stock forwards take views
+        work: Any = dist.all_gather(runs, local, group=self.process_group, async_op=True)
+
+        def together() -> Tensor:
+            work.wait()
+            whole = torch.cat(runs, dim=dim)
+            return whole if dim == 0 else whole[:, :length].contiguous()  # stock forwards take views
+
+        return together
+
+    def _as_now(self) -> SequenceGroup:
+        """The group with the length that it has now, whatever the model computes with later."""
+        length = SequenceLength()
+        length.value = self.length.value
+        return SequenceGroup(self.process_group, length)
 
     def own_run(self, whole: Tensor) -> Tensor:
         """This rank's run, padding included."""

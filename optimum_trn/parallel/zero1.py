@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,30 +75,31 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 "optimizer on every rank."
             )
         whole = granularity is Granularity.PARAMETER
-        for parameter in self.parameters.values():
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-            if parameter.dtype in LOW_PRECISION and parameter.grad is None:
-                parameter.grad_dtype = torch.float32
+        self._accumulate_in_float32()
         self.reducers = []
         for family, ranks in families:
             layout: Layout = ByParameters() if whole else by_elements
             buckets = make_buckets(family, dist.get_world_size(ranks), layout, bucket_bytes)
             self.reducers.append(Scattered(family, ranks, divisor, buckets))
         self.reducer = self.reducers[0]
+        self._take_parts(span for reducer in self.reducers for span in spans_of(reducer.buckets, reducer.rank))
+
+    def _accumulate_in_float32(self) -> None:
+        for parameter in self.parameters.values():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+            if parameter.dtype in LOW_PRECISION and parameter.grad is None:
+                parameter.grad_dtype = torch.float32
+
+    def _take_parts(self, spans: Iterable[Span]) -> None:
+        """Put these parts in the optimizer's groups where the parameters are, and cut their states."""
         self.parts: dict[Span, nn.Parameter] = {}
-        self._versions: dict[str, int] = {}
         self._arrivals: list[Arrival] = []
         weakref.finalize(self, _complete, self._arrivals)  # at exit, too: other ranks may still want this one's parts
-        self._take_parts()
-
-    def _take_parts(self) -> None:
-        """Put this rank's parts in the optimizer's groups where the parameters are, and cut their states."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         own: dict[str, list[Span]] = defaultdict(list)
-        for reducer in self.reducers:
-            for span in spans_of(reducer.buckets, reducer.rank):
-                own[span.name].append(span)
+        for span in spans:
+            own[span.name].append(span)
         for group in self.optimizer.param_groups:
             parts = []
             for parameter in group["params"]:
@@ -113,7 +114,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
                             key: self._part_of(value, parameter, span, part) for key, value in state.items()
                         }
             group["params"] = parts
-        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> dict[str, int]:
+        return {name: parameter._version for name, parameter in self.parameters.items()}
 
     @staticmethod
     def _part_of(value: Any, parameter: nn.Parameter, span: Span, part: nn.Parameter) -> Any:
@@ -136,15 +140,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
                 "An optimizer that is sharded over data-parallel ranks takes no closure; set zero_1=False."
             )
         self.settle()
-        gradients = {span: grad for reducer in self.reducers for span, grad in reducer.gradients.items()}
-        for span, part in self.parts.items():
-            parameter = self.parameters[span.name]
-            if parameter.dtype not in LOW_PRECISION:
-                part.data = self._values(span).view_as(part)  # the model may have moved to another memory since
-            elif parameter._version != self._versions[span.name]:
-                part.copy_(self._values(span).view_as(part))  # someone else has written the weights since
-            gradient = gradients.get(span)
-            part.grad = None if gradient is None else gradient.view_as(part)
+        self._prepare({span: grad for reducer in self.reducers for span, grad in reducer.gradients.items()})
         self.optimizer.step()
         for reducer in self.reducers:
             for bucket in reversed(reducer.buckets):  # in the order in which forward needs them
@@ -153,6 +149,17 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if not self.overlaps:
             self.settle()
         self.zero_grad()
+
+    def _prepare(self, gradients: Mapping[Span, Tensor]) -> None:
+        """Give the parts the weights as they are now, and their gradients."""
+        for span, part in self.parts.items():
+            parameter = self.parameters[span.name]
+            if parameter.dtype not in LOW_PRECISION:
+                part.data = self._values(span).view_as(part)  # the model may have moved to another memory since
+            elif parameter._version != self._versions[span.name]:
+                part.copy_(self._values(span).view_as(part))  # someone else has written the weights since
+            gradient = gradients.get(span)
+            part.grad = None if gradient is None else gradient.view_as(part)
 
     def settle(self) -> None:
         """Wait until the model's parameters are those of the last step."""
@@ -243,6 +250,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         for index, part in enumerate(self.parts.values()):
             if index in masters:
                 part.copy_(masters[index])
+        self._versions = self._current_versions()
 
 
 def _complete(arrivals: list[Arrival]) -> None:

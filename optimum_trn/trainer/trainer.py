@@ -23,6 +23,7 @@ from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError, PlanError
 from ..parallel import ParallelConfig
+from ..parallel.master_weights import with_master_weights
 from ..parallel.topology import Topology, launched_topology, placement_summary
 from ..patching import patch_model, pipeline_of, state_of
 from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
@@ -150,6 +151,14 @@ class NeuronTrainerMixin(_Trainer):
             model.get_nb_trainable_parameters = functools.partial(tuple, model.get_nb_trainable_parameters())
         patch_model(stock, self.parallel_config, mesh=self.mesh)
         stock.save_pretrained = functools.partial(save_pretrained, stock)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in Trainer; with `zero_1`, a model in bfloat16 has float32 master weights in one process, too."""
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        elsewhere = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.mesh is None and self.parallel_config.zero_1 and not elsewhere:
+            self.optimizer = with_master_weights(self.optimizer, self.model)
+        return self.optimizer
 
     # ---- Data and counting ------------------------------------------------------------------------------------------
 
