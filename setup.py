@@ -77,6 +77,8 @@ setup(
         "accelerate>=1.15,<1.16",
         "datasets>=3",
         "safetensors>=0.5",
+        "fsspec>=2024.2",
+        "xxhash>=3",
         "ninja>=1.11",
         "rich>=13",
         "numpy",

@@ -11,11 +11,12 @@ from ..errors import CheckpointError
 
 
 @contextmanager
-def agreed(step: str) -> Iterator[None]:
+def agreed(step: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block that holds no collective, and find out on every rank of the world whether all came through it.
 
-    A collective at the end of the block, over all ranks.  A rank whose block raised raises that; the others raise
-    `CheckpointError` with the ranks that failed and what the first of them said.  Alone, it is nothing.
+    A collective at the end of the block, over all ranks; in a thread it takes a `group` of its own of all of them.  A
+    rank whose block raised raises that; the others raise `CheckpointError` with the ranks that failed and what the
+    first of them said.  Alone, it is nothing.
     """
     failure: Exception | None = None
     try:
@@ -25,7 +26,7 @@ def agreed(step: str) -> Iterator[None]:
     if dist.is_initialized():
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         answers: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, said)
+        dist.all_gather_object(answers, said, group=group)
         failed = [rank for rank, answer in enumerate(answers) if answer is not None]
         if failure is None and failed:
             ranks = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))}"
@@ -34,3 +35,8 @@ def agreed(step: str) -> Iterator[None]:
             )
     if failure is not None:
         raise failure
+
+
+def is_first_rank() -> bool:
+    """Whether this process is alone, or the first of all."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -42,21 +42,9 @@ class SafetensorsWriter:
     def __init__(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self.path = path
         self.names = file_order(tensors)
-        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for name in self.names:
-            tensor = tensors[name]
-            end = offset + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % HEADER_LENGTH.size)
-        self._header = HEADER_LENGTH.pack(len(text)) + text
-        self._size = len(self._header) + offset
+        self._header, offsets = header_of(tensors, metadata)
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        self._size = len(self._header) + max((offsets[name] + sizes[name] for name in self.names), default=0)
 
     def open(self) -> None:
         """Begin the file."""
@@ -73,6 +61,21 @@ class SafetensorsWriter:
             assert self._file.tell() == self._size, f"{self.path} got {self._file.tell()} of {self._size} bytes"
             self._file.flush()
             os.fsync(self._file.fileno())
+
+
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file of these tensors, and where behind it each of them begins, in bytes."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    offset = 0
+    for name in file_order(tensors):
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offsets[name], offset = offset, end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % HEADER_LENGTH.size)
+    return HEADER_LENGTH.pack(len(text)) + text, offsets
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,15 @@ def save_pretrained(
             "it, then call huggingface_hub.upload_folder on one rank."
         )
     with agreed(f"Preparing to save to {save_directory}"):
-        layout = FileLayout(model, state, state_dict, max_shard_size, variant, save_original_format)
+        layout = FileLayout(
+            model,
+            state,
+            state_dict,
+            max_shard_size,
+            variant,
+            save_original_format,
+            leaf=partial(_gathered, model, state),
+        )
     writes = is_main_process and state.dp_rank == 0 and state.tp_rank == 0 and state.pp_rank == 0
     save = StagedSave(os.fspath(save_directory), layout) if writes else None
     if state.holds_first_copy:
@@ -88,36 +97,37 @@ def save_pretrained(
 class FileLayout:
     """Which tensors of a sharded model go into which stock file, in which order; the same on every rank.
 
-    `files` maps a file's name to descriptors, meta tensors of the whole shapes, by the names that they have in it.
+    `files` maps a file's name to descriptors, meta tensors of the whole shapes, by the names that they have in it;
+    `tensors` to lazy ones, made of what `leaf(name, tensor, placement)` makes of those of the model.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        state: PatchState,
-        state_dict: Mapping[str, Tensor] | None,
-        max_shard_size: int | str,
-        variant: str | None,
-        save_original_format: bool,
+        state: PatchState | None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        save_original_format: bool = True,
+        *,
+        leaf: Callable[[str, Tensor, Placement], LazyTensor],
     ) -> None:
         if has_adapters(model):
             raise CheckpointError(
                 "The model has adapters of PEFT. Call save_pretrained of the PeftModel to save them, or first "
                 "merge_and_unload() to save the weights with what they have learned."
             )
-        staged = state.pipeline.staged if state.pipeline is not None else None
-        own = as_saved(model, state_dict or model.state_dict())
+        staged = state.pipeline.staged if state is not None and state.pipeline is not None else None
+        own = dict(state_dict or model.state_dict())
         whole_model = without_tied_duplicates(model, own) if staged is None else staged.saved_tensors(own)
         self.tensors: dict[str, LazyTensor] = {}
         for name, tensor in whole_model.items():
-            placement = state.placements.get(name) or Placement.replicate(tensor.shape, 1)
-            expected = placement.local_shape(state.rank_of(name))
+            placement = state.placements.get(name) if state is not None else None
+            placement = placement or Placement.replicate(tensor.shape, 1)
+            expected = placement.local_shape(0 if state is None else state.rank_of(name))
             if (staged is None or staged.holds(name)) and tuple(tensor.shape) != expected:
                 raise CheckpointError(f"{name} has the shape {tuple(tensor.shape)} where this rank holds {expected}.")
-            self.tensors[name] = Gathered(tensor, placement, state.group_of(name))
-            if staged is not None:
-                owner, stages = staged.rank_of(name), staged.group.process_group
-                self.tensors[name] = OfStage(self.tensors[name], owner, stages, model.device)
+            self.tensors[name] = leaf(name, tensor, placement)
         whole = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self.tensors.items()
         }
@@ -137,8 +147,11 @@ class FileLayout:
         self.index: dict[str, Any] | None = None
         if split.is_sharded:
             names = [name for name, _ in model.named_parameters()] if staged is None else whole_model
+            placements = {} if state is None else state.placements
             count = sum(
-                torch.Size(state.placements[name].global_shape).numel() for name in names if name in state.placements
+                torch.Size(placements[name].global_shape if name in placements else own[name].shape).numel()
+                for name in names
+                if name in placements or state is None
             )
             self.index = {
                 "metadata": {"total_parameters": count, **split.metadata},
@@ -151,6 +164,16 @@ class FileLayout:
             for name in file_order(names):
                 for block in blocks(self.tensors[name], state.tp_group):
                     yield file, block
+
+
+def _gathered(model: PreTrainedModel, state: PatchState, name: str, tensor: Tensor, placement: Placement) -> LazyTensor:
+    """A tensor that the first rank gathers."""
+    tensor = as_saved(model, {name: tensor})[name]
+    lazy: LazyTensor = Gathered(tensor, placement, state.group_of(name))
+    if state.pipeline is not None:
+        staged = state.pipeline.staged
+        lazy = OfStage(lazy, staged.rank_of(name), staged.group.process_group, model.device)
+    return lazy
 
 
 class StagedSave:

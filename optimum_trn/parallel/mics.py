@@ -143,6 +143,13 @@ def _rows(parameter: DTensor) -> tuple[int, int]:
     return first, min(length, rows - first)
 
 
+def own_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """What this rank has of what may be a sharded parameter, and with which element of the whole that begins."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    return tensor.to_local(), _rows(tensor)[0] * (tensor.numel() // max(1, tensor.shape[0]))
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole of what may be a sharded parameter: then a collective over its group."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

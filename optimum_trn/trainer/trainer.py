@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,23 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
-from ..checkpoint.adapters import save_adapters
-from ..checkpoint.reload import load_weights
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError, PlanError
 from ..parallel import ParallelConfig
-from ..parallel.master_weights import with_master_weights
 from ..parallel.topology import Topology, launched_topology, placement_summary
 from ..patching import patch_model, pipeline_of, state_of
 from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
 from ..patching.state import set_mesh
-from . import evaluation, training_state
+from . import evaluation
 from .accelerator import DataParallelAccelerator
+from .checkpoints import CheckpointsMixin
 from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
@@ -37,13 +33,7 @@ from .partition import partition_model, resolved
 logger = logging.get_logger(__name__)
 
 
-if TYPE_CHECKING:
-    _Trainer = Trainer
-else:
-    _Trainer = object  # the class that the mixin is mixed into comes after it
-
-
-class NeuronTrainerMixin(_Trainer):
+class NeuronTrainerMixin(CheckpointsMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
@@ -125,10 +115,7 @@ class NeuronTrainerMixin(_Trainer):
                     "Prompt learning is not supported on a sharded model. Use LoRA, or tensor_parallel_size=1."
                 )
             adopt_adapters(model.get_base_model())
-            if pipeline_of(model) is None:
-                model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
-            else:
-                model.save_pretrained = functools.partial(save_adapters, model)
+            model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
 
     def _shard_layers(self, model: Any) -> None:
         state = state_of(model)
@@ -147,18 +134,8 @@ class NeuronTrainerMixin(_Trainer):
             dist.broadcast(on_device, src=0)
             tensor.data.copy_(on_device)
         stock = unwrap_peft_model(model)
-        if _is_peft_model(model) and wanted.pipeline_parallel_size > 1:  # what no rank can count once stages are cut
-            model.get_nb_trainable_parameters = functools.partial(tuple, model.get_nb_trainable_parameters())
         patch_model(stock, self.parallel_config, mesh=self.mesh)
         stock.save_pretrained = functools.partial(save_pretrained, stock)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in Trainer; with `zero_1`, a model in bfloat16 has float32 master weights in one process, too."""
-        self.optimizer = super().create_optimizer(*args, **kwargs)
-        elsewhere = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.mesh is None and self.parallel_config.zero_1 and not elsewhere:
-            self.optimizer = with_master_weights(self.optimizer, self.model)
-        return self.optimizer
 
     # ---- Data and counting ------------------------------------------------------------------------------------------
 
@@ -376,69 +353,14 @@ class NeuronTrainerMixin(_Trainer):
         total, items = self.accelerator.reduce(torch.stack([torch.where(weight > 0, loss * weight, 0.0), weight]))
         return total / items
 
-    # ---- Saving and resuming ----------------------------------------------------------------------------------------
+    # ---- Saving and resuming: see checkpoints.py ---------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in Trainer; `resume_from_checkpoint=True` takes the newest checkpoint that was saved to its end."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(training_state.newest_complete_checkpoint(Path(str(self.args.output_dir))))
-        if isinstance(resume_from_checkpoint, str):
-            training_state.check_resumable(Path(resume_from_checkpoint), self.mesh, self.parallel_config.cuts_optimizer)
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in Trainer; see `CheckpointsMixin.train` for how it resumes."""
+        output = super().train(*args, **kwargs)
         if isinstance(self.accelerator, DataParallelAccelerator):
             self.accelerator.replication.settle()  # or a rank may leave while others wait for its parameters
         return output
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self.is_sharded:
-            return super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            super()._save(output_dir, state_dict)
-        else:
-            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)  # joins the gathers
-        self.accelerator.wait_for_everyone()  # so that every rank may read what rank 0 has written, tokenizer included
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._has_sharded_optimizer:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        assert self.mesh is not None
-        training_state.save_optimizer(self.optimizer, Path(output_dir), self.mesh, self.parallel_config.cuts_optimizer)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._has_sharded_optimizer or checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        assert self.mesh is not None
-        training_state.load_optimizer(self.optimizer, Path(checkpoint), self.mesh, self.parallel_config.cuts_optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    @property
-    def _has_sharded_optimizer(self) -> bool:
-        """Whether the ranks hold different optimizer states."""
-        return bool(training_state.layout_of(self.mesh, self.parallel_config.cuts_optimizer))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        training_state.save_device_rng(Path(output_dir), self.args.process_index, self.args.device)
-        # What follows marks the checkpoint as complete: the trainer state, written by rank 0.
-        self.accelerator.wait_for_everyone()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            training_state.load_device_rng(Path(checkpoint), self.args.process_index, self.args.device)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        model = self.model if model is None else model
-        if not self.is_sharded or _is_peft_model(model):
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_weights(model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        if not self.is_sharded or _is_peft_model(self.model):
-            return super()._load_best_model()
-        load_weights(self.model, str(self.state.best_model_checkpoint))
 
 
 class NeuronTrainer(NeuronTrainerMixin, Trainer):

@@ -1,6 +1,8 @@
 """Checkpoints: a run that was interrupted continues as if it had not been, or is refused."""
 
-import json
+import logging
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,6 @@ import torch
 
 from optimum_trn.errors import CheckpointError
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
-from optimum_trn.trainer.training_state import is_complete, newest_complete_checkpoint
 from tests.devices import DEVICES
 from tests.distributed import run_ranks
 from tests.trainer import scenario
@@ -76,53 +77,62 @@ def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(tmp_path, devi
         assert same
 
 
-def other_layouts(rank, world_size, directory):
-    """What becomes of a checkpoint of 2 tensor-parallel ranks, and of ones that are not whole."""
-    trainer(directory, 2, max_steps=2).train()
+def damaged(rank, world_size, directory):
+    """What becomes of checkpoints of 2 tensor-parallel ranks that are not what was written."""
+    trainer(directory, 2, max_steps=4, save_steps=1).train()
     torch.distributed.barrier()
-    checkpoint = Path(directory, "checkpoint-2")
-    texts = []
+    newest = Path(directory, "checkpoint-4")
+    if rank == 0:
+        flip(newest / "optimizer.safetensors")
+        flip(Path(directory, "checkpoint-3", "model.safetensors"))
+        os.truncate(Path(directory, "checkpoint-2", "optimizer.safetensors"), 1000)
+    before = sorted(path.name for path in Path(directory).iterdir())
+    torch.distributed.barrier()
     with pytest.raises(CheckpointError) as caught:
-        trainer(directory, 1).train(resume_from_checkpoint=True)
-    texts.append(str(caught.value))
-
+        trainer(directory, 2).train(resume_from_checkpoint=str(newest))
+    resumed = trainer(directory, 2, max_steps=4, save_strategy="no")
+    with in_log("optimum_trn") as lines:
+        resumed.train(resume_from_checkpoint=True)
+    assert [log["step"] for log in resumed.state.log_history if "grad_norm" in log] == [1, 2, 3, 4]
     torch.distributed.barrier()
     if rank == 0:
-        (checkpoint / "optimizer_tp1of2.pt").rename(checkpoint / "gone")
+        Path(directory, "checkpoint-1", f"rng_state_{world_size - 1}.pth").unlink()
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError) as caught:
-        trainer(directory, 2).train(resume_from_checkpoint=str(checkpoint))
-    texts.append(str(caught.value))
-
-    torch.distributed.barrier()
-    if rank == 0:
-        (checkpoint / "trainer_state.json").write_text('{"epoch": ')
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError) as caught:
-        trainer(directory, 2).train(resume_from_checkpoint=str(checkpoint))
-    texts.append(str(caught.value))
-    return texts
+    with pytest.raises(CheckpointError) as none_left:
+        trainer(directory, 2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in Path(directory).iterdir()) == before
+    return str(caught.value), lines, str(none_left.value)
 
 
-def test_what_cannot_be_resumed_is_refused_on_every_rank(tmp_path):
-    first, second = run_ranks(other_layouts, 2, str(tmp_path))
-    assert first == second
-    layout, missing, torn = first
-    assert "saved at tensor_parallel_size=2 and can't be resumed at data_parallel_size=2 with zero_1" in layout
-    assert "optimizer_tp1of2.pt is missing" in missing
-    assert "Saving was interrupted" in torn
+def flip(file):
+    """One bit in the middle of the file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
-def test_the_newest_complete_checkpoint_is_taken(tmp_path):
-    for step in (2, 10, 30):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-x").mkdir()
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        newest_complete_checkpoint(tmp_path)
-    for step in (2, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    assert not is_complete(tmp_path / "checkpoint-30")
-    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
+@contextmanager
+def in_log(name):
+    """What a logger says meanwhile."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def test_damaged_checkpoints_are_refused_or_skipped_with_the_reason_and_nothing_is_deleted(tmp_path):
+    for refused, log, none_left in run_ranks(damaged, 2, str(tmp_path)):
+        assert "checkpoint-4/optimizer.safetensors is damaged between bytes" in refused
+        skipped = [line for line in log if "Skipping" in line]
+        assert len(skipped) == 3
+        assert "checkpoint-4/optimizer.safetensors is damaged" in skipped[0]
+        assert "checkpoint-3/model.safetensors is damaged" in skipped[1]
+        assert "checkpoint-2/optimizer.safetensors has 1,000 bytes where" in skipped[2]
+        assert "checkpoint-1/rng_state_1.pth is missing" in none_left
 
 
 def best(rank, world_size, directory, tensor_parallel_size):
