@@ -21,6 +21,7 @@ from transformers import (
 
 from .checkpoint import stock
 from .checkpoint.agreement import agreed
+from .checkpoint.hub import downloaded_once
 from .checkpoint.load import ShardedLoad
 from .checkpoint.save import save_pretrained
 from .device import device_type
@@ -42,7 +43,8 @@ class NeuronModel:
     ) -> Any:
         """What `from_pretrained` of the stock auto class returns for the same arguments, sharded, on the local core.
 
-        All ranks must call it.  Each reads only its own slices of the safetensors files; weights that they lack are
+        All ranks must call it.  Of a Hub id, the first rank of each host downloads what is missing in its cache while
+        the others wait.  Each reads only its own slices of the safetensors files; weights that they lack are
         initialised as the stock class would, the same at every layout.  Without `parallel_config`, or in one process,
         it is the stock model.  The model's `save_pretrained` writes stock files and must be called on all ranks, too.
 
@@ -51,6 +53,7 @@ class NeuronModel:
         (files missing or damaged, weights that do not fit).
         """
         load = cls._load(parallel_config)
+        kwargs = downloaded_once(cls.auto_class, load, pretrained_model_name_or_path, kwargs)
         with agreed(f"Loading {pretrained_model_name_or_path}"):
             path = Path(pretrained_model_name_or_path)
             if path.is_absolute() and not path.exists():  # the stock class takes it for the id of a Hub repository

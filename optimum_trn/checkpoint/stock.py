@@ -8,7 +8,8 @@ methods of the loader; the instance it makes is given the stock class back befor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -51,15 +52,16 @@ REFUSED = {
 def from_pretrained(auto_class: type[AutoModel], load: ShardedLoad, name: Any, **kwargs: Any) -> Any:
     """`auto_class.from_pretrained(name, ...)`, carried out by `load`; returns what that returns.
 
-    Pickled weights are read only if the caller passes `use_safetensors=False`.
+    Pickled weights are read only if the caller passes `use_safetensors=False`; code of the repository runs only with
+    `trust_remote_code=True`, without a question at the terminal, which many ranks would ask.
     """
     for argument, reason in REFUSED.items():
         if kwargs.get(argument) is not None:
             raise CheckpointError(f"from_pretrained does not take {argument}={kwargs[argument]!r} here: {reason}.")
-    if kwargs.get("use_safetensors") is None:
-        kwargs["use_safetensors"] = True
+    kwargs = _safe(kwargs)
+    steered = functools.partial(_steered_model_class, load=load)
     try:
-        result = _steered_auto_class(auto_class, load).from_pretrained(name, **kwargs)
+        result = _steered_auto_class(auto_class, steered).from_pretrained(name, **kwargs)
     except SafetensorError as error:  # before the files were opened by us: their dtype is looked up first
         raise CheckpointError(f"A weight file of {name} is cut short or damaged ({error}). Get it again.") from error
     model = result[0] if isinstance(result, tuple) else result
@@ -71,9 +73,23 @@ def from_pretrained(auto_class: type[AutoModel], load: ShardedLoad, name: Any, *
     return result
 
 
+def fetch(auto_class: type[AutoModel], load: ShardedLoad, name: Any, **kwargs: Any) -> None:
+    """Bring into the local cache what `from_pretrained` with the same arguments reads, and no other file."""
+    kwargs.pop("output_loading_info", None)
+    steered = functools.partial(_model_class_without_weights, load=load)
+    _steered_auto_class(auto_class, steered).from_pretrained(name, **_safe(kwargs))
+
+
+def _safe(kwargs: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"use_safetensors": True, "trust_remote_code": False}
+    return {**kwargs, **{name: value for name, value in defaults.items() if kwargs.get(name) is None}}
+
+
 def from_config(auto_class: type[AutoModel], load: ShardedLoad, config: Any, **kwargs: Any) -> PreTrainedModel:
     """`auto_class.from_config(config, ...)`, initialised in one stream at every layout and cut by `load`."""
-    model = _steered_auto_class(auto_class, load).from_config(config, **kwargs)
+    model = _steered_auto_class(auto_class, functools.partial(_steered_model_class, load=load)).from_config(
+        config, **kwargs
+    )
     _accept_remote_code(load, model)
     return cast(PreTrainedModel, model)
 
@@ -91,9 +107,9 @@ def _accept_remote_code(load: ShardedLoad, model: Any) -> None:
 class _SteeredMapping:
     """The config-to-model mapping of an auto class, giving steered model classes."""
 
-    def __init__(self, stock: Any, load: ShardedLoad) -> None:
+    def __init__(self, stock: Any, steer: Callable[[Any], Any]) -> None:
         self.stock = stock
-        self.load = load
+        self.steer = steer
 
     def __contains__(self, config_class: type) -> bool:
         return config_class in self.stock
@@ -108,15 +124,32 @@ class _SteeredMapping:
     def __getitem__(self, config_class: type) -> Any:
         found = self.stock[config_class]
         if isinstance(found, list | tuple):
-            return [_steered_model_class(model_class, self.load) for model_class in found]
-        return _steered_model_class(found, self.load)
+            return [self.steer(model_class) for model_class in found]
+        return self.steer(found)
 
 
-def _steered_auto_class(auto_class: Any, load: ShardedLoad) -> Any:
+def _steered_auto_class(auto_class: Any, steer: Callable[[Any], Any]) -> Any:
     # The same name, by which a config's auto_map is looked up.
     return type(
-        auto_class.__name__, (auto_class,), {"_model_mapping": _SteeredMapping(auto_class._model_mapping, load)}
+        auto_class.__name__, (auto_class,), {"_model_mapping": _SteeredMapping(auto_class._model_mapping, steer)}
     )
+
+
+def _model_class_without_weights(stock: Any, load: ShardedLoad) -> Any:
+    """A subclass of a stock model class whose loader finds all files, downloads them, and reads no weights."""
+
+    def from_pretrained(cls: Any, /, *args: Any, config: Any, **kwargs: Any) -> Any:
+        load.validate(config, stock)  # before anything large is downloaded
+        return stock.from_pretrained.__func__(cls, *args, config=config, **kwargs)
+
+    namespace = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "from_pretrained": classmethod(from_pretrained),
+        "_load_pretrained_model": staticmethod(lambda *_: (None, None)),
+        "_finalize_model_loading": staticmethod(lambda *_: None),
+    }
+    return type(stock.__name__, (stock,), namespace)
 
 
 def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
