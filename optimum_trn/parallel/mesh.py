@@ -29,6 +29,15 @@ TENSOR_AXIS = "tp"
 VIEWS = {DATA_AXIS: ("dp_replicate", "dp_shard"), "dp_cp": ("dp_replicate", "dp_shard", "cp")}
 """Axes that are one group as well: ranks with other rows ("dp"), and with other tokens ("dp_cp")."""
 
+NOT_WITH_MICS = {
+    "pipeline_parallel_size": "every micro-batch would gather the weights of a stage and scatter their gradients anew, "
+    "which costs the time that the stages save",
+    "context_parallel_size": "its groups are of data-parallel ranks, beside which the context-parallel ones would hold "
+    "whole copies of the same weights",
+    "expert_parallel_size": "its groups shard what their ranks have in common, and each has experts of its own",
+}
+"""What `mics_partition_size` is refused with, and why."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -88,10 +97,11 @@ class ParallelConfig:
     def _check_partition_size(self, size: object) -> None:
         if size != "auto" and (not isinstance(size, int) or size < 1):
             raise MeshError(f'mics_partition_size must be a positive integer or "auto", not {size!r}.')
-        for name in ("pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"):
+        for name, reason in NOT_WITH_MICS.items():
             if getattr(self, name) > 1:
                 raise MeshError(
-                    f"mics_partition_size={size!r} can't be combined with {name}={getattr(self, name)} yet."
+                    f"mics_partition_size={size!r} can't be combined with {name}={getattr(self, name)}: {reason}. "
+                    "Leave one of them out; zero_1, the default, shards the optimizer in any case."
                 )
 
     @property

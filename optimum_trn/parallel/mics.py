@@ -8,7 +8,7 @@ tensor-parallel ranks already are plain tensors, of which each group shards what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -54,25 +54,36 @@ def smallest_partition(parameters: int, data_parallel_size: int, hbm_bytes: int)
     )
 
 
-def partition(model: nn.Module, mesh: DeviceMesh, layers: Sequence[nn.Module], topology: Topology) -> None:
-    """Shard all parameters of `model` over "dp_shard", one group for each of `layers` and one for the rest, in place.
+def partition(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    layers: Sequence[nn.Module],
+    topology: Topology,
+    ignored: Collection[nn.Parameter] = (),
+) -> None:
+    """Shard the parameters of `model` over "dp_shard", one group for each of `layers` and one for the rest, in place.
+
+    All but the `ignored` ones, which stay whole.
 
     `model` is on its device, with equal weights on all data-parallel ranks. Parameters become DTensors; those in
     bfloat16 or float16 are kept in float32, as master weights, and are gathered and computed with as they were, while
     their gradients are reduced in float32. Where the ranks of a group are on several nodes, gathers are hierarchical.
     """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    whole = set(ignored)
+    parameters = [parameter for parameter in model.parameters() if parameter not in whole]
+    dtypes = {parameter.dtype for parameter in parameters}
+    is_trained = any(parameter.requires_grad for parameter in parameters)
     policy = MixedPrecisionPolicy()
-    if dtypes <= {torch.bfloat16} or dtypes <= {torch.float16}:
+    if is_trained and (dtypes <= {torch.bfloat16} or dtypes <= {torch.float16}):
         setattr(model, COMPUTE_DTYPE, dtypes.pop())
         policy = MixedPrecisionPolicy(param_dtype=dtype_of(model), reduce_dtype=torch.float32)
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.data = parameter.data.float()
     replicas = mesh["dp_replicate"].size()
     shards = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
     for module in [*reversed(layers), model]:
         # The root, too: who reads or replaces its parameters between steps must find the sharded ones.
-        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
     ranks = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
     nodes = [topology.nodes[rank] for rank in ranks]
     per_node = nodes.count(nodes[0])
@@ -133,6 +144,11 @@ def dtype_of(model: Any) -> torch.dtype:
 def is_partitioned(model: nn.Module) -> bool:
     """Whether `partition` has sharded the model."""
     return isinstance(model, FSDPModule)
+
+
+def partitioned(model: nn.Module) -> nn.Module | None:
+    """The model within `model` that `partition` has sharded, if there is one: itself, or what PEFT has wrapped."""
+    return next((module for module in model.modules() if is_partitioned(module)), None)
 
 
 def _rows(parameter: DTensor) -> tuple[int, int]:

@@ -61,6 +61,14 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
     return {name: state.placements[path] for name, path in stock.items() if path in state.placements}
 
 
+def adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """What PEFT has added to a transformers model: the factors of its adapters, and the copies of `modules_to_save`."""
+    added: set[nn.Parameter] = set()
+    for _, wrapper in _wrappers(model) if has_adapters(model) else ():
+        added |= set(wrapper.parameters()) - set(getattr(wrapper, _wrapped(wrapper)).parameters())
+    return added
+
+
 def parameter_counts(model: nn.Module, without: Collection[str] = ()) -> tuple[int, int]:
     """The numbers of trainable and of all parameters of the whole model, as PEFT counts them in one process.
 

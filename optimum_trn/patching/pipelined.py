@@ -52,8 +52,10 @@ class PipelinedModel:
         for name, holders in tied.items():
             parameter = self.staged.parameter(name)
             self.engine.sum_gradients(parameter, holders)
-            if earlier[name] is not None:
-                parameter.grad += earlier[name]
+            before = earlier[name]
+            if before is not None:
+                assert parameter.grad is not None
+                parameter.grad += before
         return self.engine.share_losses(losses, len(micro_batches), self._loss_dtype())
 
     def evaluate(self, batch: Batch, compute: Compute | None = None) -> Any:

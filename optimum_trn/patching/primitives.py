@@ -19,7 +19,16 @@ from optimum_trn.patching.styles import (
     VocabParallel,
     VocabParallelHead,
 )
-from optimum_trn.patching.wrappers import Decomposed, Forward, Fused, RankRandom, Recomputed, Replaced, Wrapper
+from optimum_trn.patching.wrappers import (
+    Decomposed,
+    Forward,
+    Fused,
+    RankRandom,
+    Recomputed,
+    Replaced,
+    Wrapper,
+    first_part,
+)
 
 OWN_FORWARD = (ColumnWise, RowWise, VocabParallel, VocabParallelHead, WholeNorm)
 """The styles that compute something else than the stock forward of their module."""
@@ -60,7 +69,7 @@ class ReplaceForward(Primitive):
 
 @dataclass(frozen=True)
 class Checkpoint(Primitive):
-    """Recompute the activations of the first `ratio` of the modules in the backward pass."""
+    """Recompute the activations of the first `ratio` of the modules, rounded up, in the backward pass."""
 
     ratio: float
 
@@ -72,7 +81,7 @@ class Checkpoint(Primitive):
             raise PlanError(
                 f"{self.path}: the ratio of modules to recompute is above 0 and at most 1, not {self.ratio}."
             )
-        return [Action(path, Recomputed()) for path in paths[: int(self.ratio * len(paths) + 0.5)]]
+        return [Action(path, Recomputed()) for path in first_part(paths, self.ratio)]
 
 
 @dataclass(frozen=True)

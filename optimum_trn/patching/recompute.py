@@ -7,7 +7,6 @@ little of the arithmetic of a layer.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from optimum_trn.errors import PlanError
 from optimum_trn.parallel.mesh import ParallelConfig
-from optimum_trn.patching.wrappers import Recomputed
+from optimum_trn.patching.wrappers import Recomputed, first_part
 
 PREFIX = "recomputed_"
 """What comes before the name of an attention implementation of transformers whose core is recomputed."""
@@ -67,9 +66,7 @@ def recompute(model: PreTrainedModel, what: str | float | None) -> None:
             ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + core, ALL_MASK_ATTENTION_FUNCTIONS[core])
         model.set_attn_implementation(PREFIX + model.config._attn_implementation)
     elif what is not None:
-        layers = _layers(model)
-        ratio = 1.0 if what == "full" else float(what)
-        for layer in layers[: math.ceil(ratio * len(layers) - 1e-9)]:
+        for layer in first_part(_layers(model), 1.0 if what == "full" else float(what)):
             Recomputed().apply(layer, None)  # type: ignore[arg-type]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,14 @@ class RecomputedForward(WrappingForward):
         args = tuple(None if isinstance(value, Cache) else value for value in args)
         kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         return checkpoint(self.stock, *args, use_reentrant=False, **kwargs)
+
+
+Part = TypeVar("Part")
+
+
+def first_part(modules: Sequence[Part], ratio: float) -> Sequence[Part]:
+    """The first `ratio` of the modules, rounded up: whoever asks for a part of them gets one at least."""
+    return modules[: math.ceil(ratio * len(modules) - 1e-9)]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers.utils import logging
 
 from ..device.runtime import instance, logical_core_size
-from ..errors import MeshError
+from ..errors import MeshError, PlanError
 from ..parallel import ParallelConfig
 from ..parallel.mics import is_partitioned, partition, smallest_partition
 from ..parallel.topology import Topology
 from ..patching import state_of
+from ..patching.adapters import adapter_parameters, has_adapters
 
 logger = logging.get_logger(__name__)
 
@@ -43,15 +44,25 @@ def resolved(config: ParallelConfig, model: nn.Module | None, world_size: int) -
 
 
 def partition_model(model: Any, mesh: DeviceMesh, topology: Topology, device: torch.device) -> None:
-    """Move a patched model to the device, make it equal on all data-parallel ranks, and shard it over "dp_shard"."""
+    """Move a patched model to the device, make it equal on all data-parallel ranks, and shard it over "dp_shard".
+
+    What adapters of PEFT add stays whole, as at any other layout.  `PlanError` for adapters of embeddings: PEFT saves
+    these layers, too, which no rank has.
+    """
     if is_partitioned(model):
         return
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if has_adapters(model) and any(hasattr(layer, "base_layer") for layer in embeddings):
+        raise PlanError(
+            "mics_partition_size shards the embeddings, which PEFT saves beside adapters of them. Leave them out of "
+            "target_modules, or name them in modules_to_save."
+        )
     model.to(device)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, group=mesh.get_group("dp"), group_src=0)
     name = type(model).__name__
-    partition(model, mesh, layers_of(model), topology)
+    partition(model, mesh, layers_of(model), topology, adapter_parameters(model))
     # FSDP2 gives the instance a class of its own, by whose name transformers would not know it.
     model._get_name = functools.partial(str, name)
     if hasattr(model, "generate"):

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from accelerate.utils.dataclasses import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..parallel import ParallelConfig, Placement
 from ..parallel.grad_norm import Gradient, clip_, gradients_of, total_norm
 from ..parallel.gradients import AllReduced, GradientReducer, Scattered
 from ..parallel.granularity import Granularity, granularity_of
-from ..parallel.mics import WITHOUT_DTENSORS, is_partitioned, partitioned_gradients, without_replicas
+from ..parallel.mics import WITHOUT_DTENSORS, partitioned, partitioned_gradients, without_replicas
 from ..parallel.whole_parameters import Shards, WholeParameters
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import pipeline_of, state_of
@@ -75,8 +76,8 @@ class Replication:
             self._make_equal(models)
             if options.broadcast_buffers:
                 self._keep_buffers_equal(models)
-        self._partitioned = [model for model in models if is_partitioned(model)]
-        sharded = {self._names[id(p)] for model in self._partitioned for p in model.parameters()}
+        self._partitioned = [inner for inner in map(partitioned, models) if inner is not None]
+        sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
         for accelerated in optimizers:
             needs_whole = self._needs_whole_parameters(accelerated.optimizer)
             optimizer = self._sharded(accelerated.optimizer, parameters, capacity)
@@ -127,7 +128,7 @@ class Replication:
         """Continue with the weights of the first rank, as DistributedDataParallel does."""
         with torch.no_grad():
             for model in models:
-                if is_partitioned(model):
+                if partitioned(model) is not None:
                     continue
                 for tensor in [*model.parameters(), *model.buffers()]:
                     is_expert = self._names.get(id(tensor)) in self._expert_names and self._experts is not None

@@ -105,10 +105,9 @@ class NeuronTrainerMixin(CheckpointsMixin):
     def _shard(self, model: Any) -> None:
         self._shard_layers(model)
         if self.mesh is not None and self.mesh["dp_shard"].size() > 1:
-            if _is_peft_model(model):
-                raise PlanError("mics_partition_size is not supported for a PeftModel yet: leave it unset.")
-            set_mesh(model, self.mesh)
-            partition_model(model, self.mesh, self._topology, self.args.device)
+            stock = unwrap_peft_model(model)
+            set_mesh(stock, self.mesh)
+            partition_model(stock, self.mesh, self._topology, self.args.device)
         if self.is_sharded and _is_peft_model(model):
             if any(config.is_prompt_learning for config in model.peft_config.values()):
                 raise PlanError(

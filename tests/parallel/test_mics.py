@@ -8,6 +8,7 @@ from torch import nn
 from optimum_trn.errors import MeshError
 from optimum_trn.hardware import GiB
 from optimum_trn.parallel import ParallelConfig
+from optimum_trn.parallel.mesh import NOT_WITH_MICS
 from optimum_trn.parallel.mics import HierarchicalAllGather, partition, smallest_partition, without_replicas
 from optimum_trn.parallel.topology import Topology
 from optimum_trn.parallel.traffic import Traffic
@@ -112,5 +113,6 @@ def test_sizes_that_do_not_fit_are_refused():
         ParallelConfig(mics_partition_size=3).axis_sizes(4)
     with pytest.raises(MeshError, match='positive integer or "auto"'):
         ParallelConfig(mics_partition_size=0)
-    with pytest.raises(MeshError, match="can't be combined with pipeline_parallel_size=2"):
-        ParallelConfig(mics_partition_size=2, pipeline_parallel_size=2)
+    for name in NOT_WITH_MICS:
+        with pytest.raises(MeshError, match=f"can't be combined with {name}=2: .*zero_1, the default"):
+            ParallelConfig(mics_partition_size=2, **{name: 2})

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from optimum_trn.errors import PlanError
@@ -42,6 +43,8 @@ def sharded(rank, world_size, directory, patched_first, options):
         model=model,
         **{"tensor_parallel_size": 2, **ROWS, **options},
     )
+    sharded = {parameter.requires_grad for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    assert sharded == ({False} if "mics_partition_size" in options else set())
     return result, model.get_nb_trainable_parameters()
 
 
@@ -56,6 +59,9 @@ def sharded(rank, world_size, directory, patched_first, options):
         (2, False, {}, {**PP2, "tensor_parallel_size": 1}),
         pytest.param(4, False, {}, {**PP2, "tensor_parallel_size": 1}, marks=pytest.mark.full),
         pytest.param(4, False, {"gradient_checkpointing": True}, PP2, marks=pytest.mark.full),
+        # The frozen weights are sharded over the group, the adapters are not.
+        (2, False, {}, {"tensor_parallel_size": 1, "mics_partition_size": 2}),
+        pytest.param(4, False, {}, {"mics_partition_size": 2}, marks=pytest.mark.full),
     ],
 )
 def test_a_run_with_adapters_is_that_of_the_stock_trainer(tmp_path, world_size, patched_first, options, own):
