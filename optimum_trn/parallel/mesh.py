@@ -38,6 +38,15 @@ NOT_WITH_MICS = {
 }
 """What `mics_partition_size` is refused with, and why."""
 
+VIEWS_ATTRIBUTE = "_optimum_trn_views"
+"""The attribute of a mesh that holds its `VIEWS`: torch is to stop slicing flattened dimensions by name."""
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """This rank's part of a mesh along one of `AXES` or `VIEWS`; of another mesh, along its dimension of that name."""
+    view: DeviceMesh | None = getattr(mesh, VIEWS_ATTRIBUTE, {}).get(name)
+    return mesh[name] if view is None else view
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -213,8 +222,7 @@ class ParallelConfig:
             # way the Trainer's accelerator does, which then finds the group that it would have made.
             PartialState(cpu=device_type == "cpu")
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-        for view, axes in VIEWS.items():
-            mesh[axes]._flatten(view)
+        setattr(mesh, VIEWS_ATTRIBUTE, {view: mesh[axes]._flatten(view) for view, axes in VIEWS.items()})
         return mesh
 
 

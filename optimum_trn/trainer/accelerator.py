@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_utils import seed_worker
 
 from ..parallel import ParallelConfig
+from ..parallel.mesh import axis_of
 from .replication import Replication
 from .stream import DataParallelStream
 
@@ -43,7 +44,7 @@ class DataParallelAccelerator(Accelerator):
 
         Raises ValueError where these would get different numbers of batches.
         """
-        if not accelerator.even_batches and mesh["dp"].size() > 1:
+        if not accelerator.even_batches and axis_of(mesh, "dp").size() > 1:
             raise ValueError(
                 f"even_batches=False: with {mesh['dp'].size()} data-parallel ranks, some would have a batch less and "
                 "the others wait for their gradients. Leave it True, or set dataloader_drop_last=True."
@@ -54,11 +55,11 @@ class DataParallelAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        return self.mesh["dp"].size()
+        return axis_of(self.mesh, "dp").size()
 
     @property
     def process_index(self) -> int:
-        return self.mesh["dp"].get_local_rank()
+        return axis_of(self.mesh, "dp").get_local_rank()
 
     @property
     def is_last_process(self) -> bool:

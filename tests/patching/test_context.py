@@ -14,6 +14,7 @@ from optimum_trn.errors import PlanError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.grad_norm import clip_grad_norm_
+from optimum_trn.parallel.mesh import axis_of
 from optimum_trn.patching import patch_model, state_of, unpatch_model
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
@@ -33,7 +34,7 @@ def train(rank, world_size, model_type, degrees, overrides, kind="masked", steps
     model.to(local_device()).train()
     state = state_of(model)
     mesh = state.mesh
-    copies, row = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    copies, row = axis_of(mesh, "dp").size(), axis_of(mesh, "dp").get_local_rank()
     # Odd lengths, which twice the number of ranks does not divide, and other numbers of labels in each.
     batches = [batch(stock, rows=4, length=11 + 2 * index, seed=index) for index in range(2)]
     if kind != "masked":
@@ -182,7 +183,7 @@ def compared(model_type, kind, degrees):
         assert (grad is None) == (parameter.grad is None), name
         if grad is not None:
             dist.all_reduce(grad, group=state.mesh.get_group("dp_cp"))
-            grad = grad / state.mesh["dp_cp"].size()
+            grad = grad / axis_of(state.mesh, "dp_cp").size()
             whole = unshard_from_group(grad, state.placements[name], state.tp_group)
             worst = max(worst, relative(whole, parameter.grad))
     return worst

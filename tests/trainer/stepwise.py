@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import unshard_from_group
+from optimum_trn.parallel.mesh import axis_of
 from optimum_trn.patching import patch_model, pipeline_of, state_of, unpatch_model
 from optimum_trn.trainer.replication import Replication
 from tests.devices import FLOAT64, local_device
@@ -27,7 +28,7 @@ def train(rank, world_size, model_type, degrees, overrides, steps=3):
     patch_model(model, config)
     model.to(local_device()).train()
     state, pipeline = state_of(model), pipeline_of(model)
-    copies, row = state.mesh["dp"].size(), state.mesh["dp"].get_local_rank()
+    copies, row = axis_of(state.mesh, "dp").size(), axis_of(state.mesh, "dp").get_local_rank()
     batches = [batch(stock, rows=4, length=11 + 2 * index, seed=index) for index in range(2)]
     mine = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
     theirs = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)

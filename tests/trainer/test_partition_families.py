@@ -5,6 +5,7 @@ import torch
 
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.grad_norm import total_norm
+from optimum_trn.parallel.mesh import axis_of
 from optimum_trn.parallel.mics import partitioned_gradients
 from optimum_trn.parallel.topology import launched_topology
 from optimum_trn.patching import patch_model, state_of
@@ -39,7 +40,7 @@ def problem(model_type, size, world_size):
     mesh = config.build_mesh()
     patch_model(model, config, mesh)
     partition_model(model, mesh, launched_topology(world_size), local_device())
-    copies = mesh["dp"].size()
+    copies = axis_of(mesh, "dp").size()
     with KeepFloat64():
         for place in range(copies):
             rows = class_batch(expected, FAMILIES[model_type], seed=place)
