@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from ..parallel import Placement
 from ..parallel.mics import COMPUTE_DTYPE, own_part
+from ..parallel.whole_parameters import cut_parameters
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import state_of
 from ..patching.adapters import placements_of
@@ -40,7 +41,8 @@ METADATA = "optimum_trn"
 class Part:
     """What a parameter of an optimizer is: a run of what this rank has of a parameter of the model.
 
-    `names` are all that it goes by where weights are tied; `writes` is False if an earlier rank has the same.
+    `names` are all that it goes by where weights are tied; `writes` is False if an earlier rank has the same. With
+    `is_whole` the optimizer sees the whole of what others have shards of, and its states are whole here.
     """
 
     parameter: Tensor
@@ -50,6 +52,7 @@ class Part:
     rank: int
     writes: bool
     has_master: bool
+    is_whole: bool = False
 
     @property
     def begins(self) -> bool:
@@ -59,6 +62,15 @@ class Part:
 
 def parts_of(optimizer: Any, model: nn.Module) -> list[list[Part]]:
     """The parts that the parameters of an optimizer are, group by group; `CheckpointError` for one of another model."""
+    return _parts(optimizer, model, [group["params"] for group in optimizer.param_groups])
+
+
+def _masters_of(optimizer: Any, model: nn.Module) -> list[Part]:
+    """Shards of parameters that the optimizer sees whole, of which this rank may have master weights."""
+    return _parts(optimizer, model, [[cut.local for cut in cut_parameters(optimizer)]])[0]
+
+
+def _parts(optimizer: Any, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[list[Part]]:
     state, placements = state_of(model), placements_of(model)
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -69,9 +81,13 @@ def parts_of(optimizer: Any, model: nn.Module) -> list[list[Part]]:
     elsewhere = staged.duplicates() if staged is not None else set()
     experts = set(map(id, state.experts.placements.values())) if state is not None and state.experts else set()
 
+    cuts = {id(cut.whole): cut for cut in cut_parameters(optimizer)}
+
     def part_of(parameter: Tensor) -> Part:
-        span = spans.get(id(parameter))
+        cut = cuts.get(id(parameter))
+        span = spans.get(id(parameter if cut is None else cut.local))
         whole: Tensor = optimizer.parameters[span.name] if span is not None else parameter
+        whole = cut.local if cut is not None and span is None else whole
         if id(whole) not in names:
             raise CheckpointError(
                 f"The optimizer holds a parameter of shape {tuple(whole.shape)} that is not one of the model: its "
@@ -88,6 +104,9 @@ def parts_of(optimizer: Any, model: nn.Module) -> list[list[Part]]:
                 copies = state.experts.replicas
             first_copy = dist.get_rank(copies) == 0
         start = span.start if span is not None else own_part(whole)[1]
+        if cut is not None:
+            # One rank of those that it is cut over has it whole; without shards, so has each tensor-parallel rank.
+            placement, rank, start = Placement.replicate(cut.shape, 1), 0 if cut.shards is not None else rank, 0
         aliases = [other for name in found for other in (staged.stages.aliases.get(name, ()) if staged else ())]
         return Part(
             parameter,
@@ -96,10 +115,12 @@ def parts_of(optimizer: Any, model: nn.Module) -> list[list[Part]]:
             placement,
             rank,
             (span is not None or first_copy) and elsewhere.isdisjoint(found),
-            has_master=(span is not None and whole.dtype in LOW_PRECISION) or hasattr(model, COMPUTE_DTYPE),
+            has_master=cut is None
+            and ((span is not None and whole.dtype in LOW_PRECISION) or hasattr(model, COMPUTE_DTYPE)),
+            is_whole=cut is not None,
         )
 
-    return [[part_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return [[part_of(parameter) for parameter in group] for group in groups]
 
 
 def add_optimizer(files: SharedFiles, optimizer: Any, model: nn.Module) -> None:
@@ -107,7 +128,8 @@ def add_optimizer(files: SharedFiles, optimizer: Any, model: nn.Module) -> None:
     boxes: dict[str, list[Any]] = defaultdict(list)
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     values: dict[str, Any] = {}
-    for part in (part for group in parts_of(optimizer, model) for part in group):
+    parts = [part for group in parts_of(optimizer, model) for part in group]
+    for part in (*parts, *_masters_of(optimizer, model)):
         for key, value in _states(optimizer, part):
             name = f"{part.names[0]}/{key}"
             if not isinstance(value, Tensor):
@@ -201,6 +223,10 @@ def give_states(
                 states.setdefault(index, {})[key] = value
             elif part.has_master:
                 _local(part.parameter).copy_(_local(value))
+    for part in _masters_of(optimizer, model):
+        master = next((by_name[name][MASTER] for name in part.names if MASTER in by_name.get(name, {})), None)
+        if part.has_master and master is not None:
+            _local(part.parameter).copy_(_local(_read(master, part)))
     groups, index = [], 0
     for saved, group, members in zip(options, optimizer.param_groups, parts, strict=True):
         restored = {key: _like(group[key], value) if key in group else value for key, value in saved.items()}
@@ -223,7 +249,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _read(source: Stored, part: Part) -> Tensor:
     """This part's entries of a whole state, as the parameter lies; or all of a state that has another shape."""
     like = part.parameter
-    if tuple(source.shape) != part.placement.global_shape:
+    if part.is_whole or tuple(source.shape) != part.placement.global_shape:
         return source[...]
     local = torch.zeros(_local(like).shape, dtype=source.dtype, device=like.device)
     for box, view, _ in pieces(local, part.start, part.placement, part.rank):

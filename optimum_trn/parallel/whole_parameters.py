@@ -184,3 +184,10 @@ class WholeParameters(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, at the same layout."""
         self.optimizer.load_state_dict(state_dict)
+
+
+def cut_parameters(optimizer: Any) -> list[CutParameter]:
+    """The parameters of an optimizer, whatever wraps it, that are updated whole while this rank has shards of them."""
+    while optimizer is not None and not isinstance(optimizer, WholeParameters):
+        optimizer = optimizer.__dict__.get("optimizer")
+    return [] if optimizer is None else optimizer.cut

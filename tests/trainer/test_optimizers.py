@@ -81,9 +81,9 @@ REFUSED = {
 TRAINS = sorted({*CLASSES, *(name.value for name in OptimizerNames)} - REFUSED.keys())
 
 
-def trained(trainer_class, arguments_class, name, directory, **options):
-    """Losses of a few steps, and the weights after."""
-    model = scenario.llama(num_hidden_layers=1).to(torch.float64)
+def trained(trainer_class, arguments_class, name, directory, resume=None, dtype=torch.float64, **options):
+    """Losses of a few steps, and the trainer."""
+    model = scenario.llama(num_hidden_layers=1).to(dtype)
     if name == "Muon":  # takes matrices only
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.ndim == 2)
@@ -113,7 +113,7 @@ def trained(trainer_class, arguments_class, name, directory, **options):
     )
     trainer = trainer_class(model=model, args=arguments, train_dataset=scenario.rows(12), **from_class)
     with KeepFloat64():
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     return [log["loss"] for log in trainer.state.log_history if "grad_norm" in log], trainer
 
 
@@ -192,3 +192,43 @@ def test_what_can_not_be_had_is_refused_by_name(tmp_path):
     for name, reason in REFUSED.items():
         assert isinstance(found[name], str), f"{name} trains"
         assert any(word in found[name] for word in reason.split("|")), f"{name}: {found[name]}"
+
+
+def interrupted(rank, world_size, directory, name, dtype, options):
+    """The losses of a run that was resumed after its second step, and of one that was not."""
+    local_device()
+    options = {"save_strategy": "steps", "save_steps": 2, "dtype": dtype, **options}
+    whole, _ = trained(NeuronTrainer, NeuronTrainingArguments, name, f"{directory}/whole", **options)
+    resumed, _ = trained(
+        NeuronTrainer,
+        NeuronTrainingArguments,
+        name,
+        f"{directory}/resumed",
+        f"{directory}/whole/checkpoint-2",
+        **options,
+    )
+    return whole, resumed
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("TP2", torch.float64),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("TP2", torch.bfloat16),
+                ("TP2 x DP2 x ZeRO-1", torch.bfloat16),
+                ("MiCS 2", torch.float64),
+                ("MiCS 2 x TP2", torch.bfloat16),
+            ]
+        ),
+    ],
+)
+def test_an_optimizer_that_sees_whole_parameters_resumes_to_the_bit(tmp_path, layout, dtype):
+    world_size, options, _ = LAYOUTS[layout]
+    for whole, resumed in run_ranks(
+        interrupted, world_size, str(tmp_path), "Lamb", dtype, options, environment=FLOAT64, timeout=180
+    ):
+        assert len(whole) == STEPS
+        assert resumed == whole
