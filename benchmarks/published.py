@@ -1,9 +1,8 @@
 """Predicted throughput beside published throughput.
 
-    python benchmarks/published.py                    # the calibration rows, leave-one-row-out, ratios, all-reduce
-    tables python benchmarks/published.py --rows FILE.yaml   # any rows in the form of published.yaml; --json for
-    machines python benchmarks/published.py --fit              # how the fitted constants of
-    optimum_trn/cost/calibration.py came about
+    python benchmarks/published.py                   # calibration rows, one left out, ratios, all-reduce tables
+    python benchmarks/published.py --rows FILE.yaml  # any rows in the form of published.yaml; --json for machines
+    python benchmarks/published.py --fit             # where the fitted constants of cost/calibration.py come from
 
 A row is `{id, model_type, config, instance, nodes, layout, seq_len, global_batch, micro_batch, precision, recompute,
 optimizer, published: {sequences_per_second, release}}`: config are fields of the Hugging Face configuration, layout

@@ -49,7 +49,7 @@ TRAINIUM = Calibration(
     launch_seconds=0.0264,
     node_variation=0.0285,
     # Chosen so that the largest micro-batches of AWS's BERT-Large scripts fit a core of 16 GiB and twice them do not.
-    scratch=2.0,
+    scratch=3.0,
     # 96 MB of microcode for a core, and pages of 64 MB: SDK neuron-runtime/explore/device-memory.rst.
     code_bytes=512e6,
 )

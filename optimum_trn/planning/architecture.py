@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from optimum_trn.errors import UnsupportedModelError
 from optimum_trn.patching import MLP, Attention, Experts, FusedAttention, get_plan
@@ -19,6 +23,9 @@ from optimum_trn.patching.plan import ModelPlan
 
 ENCODERS = ("bert", "roberta", "xlm-roberta", "electra", "distilbert", "albert", "modernbert", "deberta", "deberta-v2")
 """Model types that are pretrained with masked tokens; all others predict the next one."""
+
+DECODERS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+"""Model types with one stack of causal layers, as in patching/plan.py."""
 
 ROOT_MEAN_SQUARE = ("rms_norm_eps", "rms_norm_epsilon", "norm_eps")
 """Fields of configs whose norms are root mean square norms, without biases."""
@@ -31,6 +38,8 @@ class Architecture:
     `width` is the feed-forward part's, that of one expert where there are `experts`, `experts_per_token` of which work
     on a token. `masked` models have a masked-token head (a transformation before the output embeddings) and
     next-sentence classification. `biased` linear layers have biases.
+    `tensor_limit` is the largest tensor_parallel_size that the plan takes, `decoder` models take sequence and context
+    parallelism, and `cuttable` ones pipeline stages.
     """
 
     model_type: str
@@ -53,6 +62,9 @@ class Architecture:
     experts: int = 0
     experts_per_token: int = 1
     shared_width: int = 0
+    tensor_limit: int = 1
+    decoder: bool = True
+    cuttable: bool = True
 
     @property
     def attention_weights(self) -> int:
@@ -156,6 +168,9 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
         experts=experts,
         experts_per_token=getattr(text, "num_experts_per_tok", 1) if experts else 1,
         shared_width=shared,
+        tensor_limit=min(plan.sizes(config).values()),
+        decoder=config.model_type in DECODERS,
+        cuttable=isinstance(plan, ModelPlan) and not plan.shares_layers and "*" not in stacks[0].layers,
     )
 
 

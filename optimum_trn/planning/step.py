@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
 
 from optimum_trn.cost import CALIBRATION, Calibration
@@ -15,7 +16,7 @@ from optimum_trn.cost.operators import Demand, demand_of
 from optimum_trn.parallel.mesh import ParallelConfig
 from optimum_trn.patching.balance import balanced_ends
 from optimum_trn.planning import stream
-from optimum_trn.planning.timeline import step_seconds
+from optimum_trn.planning.timeline import least_seconds, step_seconds
 from optimum_trn.planning.workload import Layout, Workload
 
 BUCKET_BYTES = 50e6
@@ -70,15 +71,21 @@ class Piece:
         return self.compute[0] + self.communication[0], self.compute[1] + self.communication[1]
 
 
-def estimate_step(workload: Workload, layout: Layout, calibration: Calibration | None = None) -> StepEstimate:
-    """Price one optimizer step; raises `PlanError` or `MeshError` for a layout that does not divide the work."""
+def estimate_step(
+    workload: Workload, layout: Layout, calibration: Calibration | None = None, *, play: bool = True
+) -> StepEstimate:
+    """Price one optimizer step; raises `PlanError` or `MeshError` for a layout that does not divide the work.
+
+    Unless it is to `play` the schedule of a pipeline, the bubble is what it is at least.
+    """
     constants = calibration or CALIBRATION[workload.machine.vendor]
     parallel, architecture, machine = layout.parallel, workload.architecture, workload.machine
     micro_batches = layout.micro_batches(workload)
-    layer, engines = _layer(workload, layout, constants)
-    before, after = _ends(workload, layout, constants)
+    layer, engines = _layer(workload, _alike(layout), constants)
+    before, after = _ends(workload, _alike(layout), constants)
+    whole = sum(layer.both)
     counts = layers_per_stage(
-        architecture.layers, parallel.num_stages, sum(layer.both), sum(before.both), sum(after.both)
+        architecture.layers, parallel.num_stages, sum(before.both) / whole, sum(after.both) / whole
     )
     parameters = parameters_per_stage(workload, layout, counts)
 
@@ -94,17 +101,18 @@ def estimate_step(workload: Workload, layout: Layout, calibration: Calibration |
         stages.append((forward + partition[0] + launch, backward + partition[1]))
         communication = max(communication, sum(sum(p.communication) * n for p, n in pieces) + sum(partition))
     pipeline = parallel.pipeline_parallel_size
+    passes = 3 if parallel.pipeline_schedule == "zero_bubble" else 2
     if pipeline > 1:  # each pass of a stage is a graph of its own
-        stages = [(forward, backward + launch) for forward, backward in stages]
+        stages = [(forward, backward + (passes - 1) * launch) for forward, backward in stages]
     transfer = _transfer_seconds(workload, layout)
     forward_times, backward_times = [s[0] for s in stages], [s[1] for s in stages]
-    if pipeline > 1:
-        name = parallel.pipeline_schedule
-        running = step_seconds(name, pipeline, micro_batches, forward_times, backward_times, transfer)
-    else:
-        running = micro_batches * (forward_times[0] + backward_times[0])
     per_rank = [sum(sum(stages[s]) for s in range(rank, len(stages), pipeline)) for rank in range(pipeline)]
     busy = micro_batches * max(per_rank)
+    running = busy
+    if pipeline > 1:
+        name = parallel.pipeline_schedule
+        seconds_of = step_seconds if play else least_seconds
+        running = max(busy, seconds_of(name, pipeline, micro_batches, forward_times, backward_times, transfer))
     fullest = max(
         sum(parameters[stage] for stage in range(rank, len(parameters), pipeline)) for rank in range(pipeline)
     )
@@ -114,7 +122,7 @@ def estimate_step(workload: Workload, layout: Layout, calibration: Calibration |
     inputs = micro_batches * layout.micro_batch * workload.sequence_length * _input_bytes(workload)
     loading = inputs / INPUT_BYTES_PER_SECOND
     variation = (running + optimizer) * constants.node_variation * expected_maximum(workload.nodes)
-    graphs = micro_batches * (2 if pipeline > 1 else 1) * (len(stages) // pipeline)
+    graphs = micro_batches * (passes if pipeline > 1 else 1) * (len(stages) // pipeline)
     parts = {
         "compute": busy - micro_batches * communication * len(stages) / pipeline - graphs * launch,
         "collectives in layers": micro_batches * communication * len(stages) / pipeline,
@@ -140,12 +148,20 @@ def estimate_step(workload: Workload, layout: Layout, calibration: Calibration |
     )
 
 
-def layers_per_stage(layers: int, stages: int, layer: float, before: float, after: float) -> list[int]:
-    """How many layers each stage has, cut where the trainer cuts: so that the slowest stage is as fast as can be."""
+def layers_per_stage(layers: int, stages: int, before: float = 0.0, after: float = 0.0) -> list[int]:
+    """How many layers each stage has, cut where the trainer cuts: so that the slowest stage is as fast as can be.
+
+    `before` and `after` are what the first and last stage have besides, in layers.
+    """
+    return list(_cut(layers, stages, round(before, 1), round(after, 1)))
+
+
+@lru_cache(maxsize=4096)
+def _cut(layers: int, stages: int, before: float, after: float) -> tuple[int, ...]:
     if stages == 1:
-        return [layers]
-    ends = [-1, *balanced_ends([layer] * layers, stages, before, after), layers - 1]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        return (layers,)
+    ends = [-1, *balanced_ends([1.0] * layers, stages, before, after), layers - 1]
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def parameters_per_stage(workload: Workload, layout: Layout, counts: list[int]) -> list[float]:
@@ -176,7 +192,27 @@ def _seconds(operators: list[stream.Operator], workload: Workload, constants: Ca
     return demand_of(operators, workload.machine.core, constants).seconds(constants.concurrency)
 
 
-@lru_cache(maxsize=4096)
+def lower_bound(workload: Workload, layout: Layout, calibration: Calibration | None = None) -> float:
+    """Seconds that a step takes at least: its layers, spread evenly over the pipeline, without any waiting."""
+    constants = calibration or CALIBRATION[workload.machine.vendor]
+    layer, _ = _layer(workload, _alike(layout), constants)
+    share = workload.architecture.layers / layout.parallel.pipeline_parallel_size
+    return layout.micro_batches(workload) * sum(layer.both) * share
+
+
+def _alike(layout: Layout) -> Layout:
+    """The layout without what a single layer does not depend on."""
+    parallel = replace(
+        layout.parallel,
+        pipeline_parallel_size=1,
+        pipeline_schedule="1f1b",
+        zero_1=True,
+        mics_partition_size=None,
+    )
+    return replace(layout, parallel=parallel)
+
+
+@lru_cache(maxsize=65536)
 def _layer(workload: Workload, layout: Layout, constants: Calibration) -> tuple[Piece, Demand]:
     """One layer on one rank, and what it takes of each engine."""
     forward, backward = stream.layer(workload, layout)
@@ -223,7 +259,7 @@ def _layer_collectives(workload: Workload, layout: Layout) -> tuple[float, float
     return forward, backward
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _ends(workload: Workload, layout: Layout, constants: Calibration) -> tuple[Piece, Piece]:
     """What stands before the layers and after them."""
     core, machine = workload.machine.core, workload.machine

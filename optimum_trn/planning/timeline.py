@@ -85,7 +85,22 @@ def step_seconds(
     return first + (second - first) * whole
 
 
-@lru_cache(maxsize=256)
+def least_seconds(
+    schedule: ScheduleName,
+    num_ranks: int,
+    num_micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float,
+) -> float:
+    """A bound of `step_seconds` from below: the last rank waits for the first activations, and the first for the end."""
+    before = num_ranks - 1
+    own = sum(forward[stage] + backward[stage] for stage in range(before, len(forward), num_ranks))
+    rest = 0.0 if schedule == "zero_bubble" else sum(backward[:before])  # there, the last rank may fill it
+    return sum(forward[:before]) + num_micro_batches * own + rest
+
+
+@lru_cache(maxsize=64)
 def _orders(schedule: ScheduleName, num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(actions(schedule, num_ranks, rank, num_micro_batches)) for rank in range(num_ranks))
 
