@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -266,6 +267,53 @@ def test_coalesced_forms():
 
 
 # ---------------------------------------------------------------------------------------- groups, meshes, DTensor
+
+
+class Owned:
+    """A Python object that a tensor owns; it remembers which thread destroyed it."""
+
+    def __init__(self, destroyers):
+        self.destroyers = destroyers
+
+    def __del__(self):
+        self.destroyers.append(threading.get_ident())
+
+
+def forget_tensors(rank, world_size, device):
+    store = dist.distributed_c10d._get_default_store()
+    destroyers = []
+
+    def let_go(count):
+        # What is finished is let go of when the group is called, or one of its operations waited for; the thread that
+        # finished it may still be looking at it.
+        barrier = dist.barrier(async_op=True)
+        deadline = time.monotonic() + 60
+        while len(destroyers) < count and time.monotonic() < deadline:
+            barrier.wait()
+
+    for number, call in enumerate(("all_reduce", "broadcast", "transfer"), 1):
+        tensor = torch.ones(5, device=device)
+        tensor.owned = Owned(destroyers)
+        if rank == 1:
+            store.wait([f"{call} forgotten"])
+        if call == "all_reduce":
+            dist.all_reduce(tensor, async_op=True)
+        elif call == "broadcast":
+            dist.broadcast(tensor, src=1, async_op=True)
+        elif rank == 0:
+            dist.irecv(tensor, src=1)
+        else:
+            dist.isend(tensor, dst=0)
+        del tensor  # the operation is its last owner now, and on rank 0 it isn't finished
+        store.set(f"{call} forgotten", "") if rank == 0 else None
+        let_go(number)
+    return len(destroyers), set(destroyers) <= {threading.get_ident()}
+
+
+@pytest.mark.parametrize("device", ["neuron", "cpu"])
+def test_what_a_tensor_owns_is_destroyed_by_a_thread_of_the_user(device):
+    # Any other thread may ask for the interpreter while it shuts down, which aborts the process.
+    assert on_ranks(forget_tensors, device, world_size=2) == [(3, True)] * 2
 
 
 def meshes(rank, world_size):

@@ -35,6 +35,10 @@ using Step = std::function<void()>;
 class NeuronWork;
 
 // What the works of a group share with it: who is pending, and why the group failed if it did. It may outlive the group.
+//
+// A work owns tensors, and those may own Python objects. A thread that gives one up needs the interpreter, and one that asks
+// for it while the process ends is killed on the spot, which aborts the process. So gloo's threads own no work: the state does,
+// and threads that call the group let go of what is finished.
 struct GroupState {
   const int rank;
   const int size;
@@ -44,11 +48,14 @@ struct GroupState {
   bool closed = false;  // the group is gone
   CallLog calls;
   std::unordered_map<NeuronWork*, c10::intrusive_ptr<NeuronWork>> pending;
+  std::vector<c10::intrusive_ptr<NeuronWork>> finished;
 
   GroupState(int rank_, int size_, c10::intrusive_ptr<c10d::Store> store) : rank(rank_), size(size_), calls(rank_, size_, std::move(store)) {}
 
   // Every pending and every later operation raises DistBackendError with this reason.
   void fail(const std::string& reason);
+
+  void let_go_of_finished();
 };
 
 std::exception_ptr backend_error(const std::string& message) {
@@ -84,6 +91,7 @@ class NeuronWork final : public Work {
       : Work(group->rank, op, name, inputs.empty() ? std::nullopt : std::make_optional(inputs)),
         group_(std::move(group)),
         name_(name),
+        inputs_(inputs),
         outputs_(std::move(outputs)),
         future_(c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()), device ? std::vector<c10::Device>{*device} : std::vector<c10::Device>{})) {}
@@ -91,41 +99,27 @@ class NeuronWork final : public Work {
   // Complete when all of gloo's works have, then run `finish` on the thread that saw the last of them.
   void follow(const std::vector<WorkPtr>& parts, Step finish) {
     finish_ = std::move(finish);
-    auto self = c10::intrusive_ptr<NeuronWork>::reclaim_copy(this);
-    {
-      std::lock_guard<std::mutex> lock(group_->mutex);
-      group_->pending.emplace(this, self);
-    }
-    if (parts.empty()) return complete(nullptr);
-    auto remaining = std::make_shared<std::atomic<size_t>>(parts.size());
+    enlist(std::max<size_t>(parts.size(), 1));
+    if (parts.empty()) return report(nullptr);
     for (const auto& part : parts) {
-      part->getFuture()->addCallback([self, remaining](c10::ivalue::Future& done) {
-        if (done.hasError()) {
-          self->complete(self->explain(done.exception_ptr()));
-        } else if (--*remaining == 0) {
-          self->complete(nullptr);
-        }
-      }, /*uses_future=*/false);
+      part->getFuture()->addCallback(
+          [this](c10::ivalue::Future& done) { report(done.hasError() ? done.exception_ptr() : nullptr); }, /*uses_future=*/false);
     }
   }
 
   // gloo's point-to-point works have no future: a thread waits for this one.
   void follow_transfer(WorkPtr transfer) {
     transfer_ = std::move(transfer);
-    auto self = c10::intrusive_ptr<NeuronWork>::reclaim_copy(this);
-    {
-      std::lock_guard<std::mutex> lock(group_->mutex);
-      group_->pending.emplace(this, self);
-    }
-    std::thread([self] {
+    enlist(1);
+    std::thread([this] {
       std::exception_ptr error;
       try {
-        self->transfer_->wait();
-        if (self->opType_ == OpType::RECVANYSOURCE) self->source_ = self->transfer_->sourceRank();
+        transfer_->wait();
+        if (opType_ == OpType::RECVANYSOURCE) source_ = transfer_->sourceRank();
       } catch (...) {
-        error = self->explain(std::current_exception());
+        error = std::current_exception();
       }
-      self->complete(error);
+      report(error);
     }).detach();
   }
 
@@ -147,8 +141,6 @@ class NeuronWork final : public Work {
     } else {
       future_->markCompleted(outputs_);
     }
-    std::lock_guard<std::mutex> lock(group_->mutex);
-    group_->pending.erase(this);
   }
 
   void fail(const std::string& reason) {
@@ -170,6 +162,8 @@ class NeuronWork final : public Work {
         lock.lock();
       }
     }
+    lock.unlock();
+    group_->let_go_of_finished();
     if (exception_) std::rethrow_exception(exception_);
     return true;
   }
@@ -182,6 +176,29 @@ class NeuronWork final : public Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
+  // The state owns this work from here until gloo has reported all of its parts.
+  void enlist(size_t parts) {
+    group_->let_go_of_finished();
+    unfinished_ = unreported_ = parts;
+    std::lock_guard<std::mutex> lock(group_->mutex);
+    group_->pending.emplace(this, c10::intrusive_ptr<NeuronWork>::reclaim_copy(this));
+  }
+
+  // One of gloo's works is done. After the last of them another thread may delete this one.
+  void report(const std::exception_ptr& error) {
+    const auto group = group_;
+    if (error) {
+      complete(explain(error));
+    } else if (--unfinished_ == 0) {
+      complete(nullptr);
+    }
+    std::lock_guard<std::mutex> lock(group->mutex);
+    if (--unreported_ > 0) return;
+    auto entry = group->pending.find(this);
+    group->finished.push_back(std::move(entry->second));
+    group->pending.erase(entry);
+  }
+
   // gloo says "connection closed"; who died is known a moment later from the group's failure.
   std::exception_ptr explain(const std::exception_ptr& error) {
     std::unique_lock<std::mutex> lock(group_->mutex);
@@ -195,11 +212,14 @@ class NeuronWork final : public Work {
 
   const std::shared_ptr<GroupState> group_;
   const char* const name_;
+  const Tensors inputs_;
   const Tensors outputs_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
   WorkPtr transfer_;
   Step finish_;
   std::atomic<bool> decided_{false};
+  std::atomic<size_t> unfinished_{0};
+  size_t unreported_ = 0;  // under the group's mutex
   int source_ = -1;
 };
 
@@ -213,6 +233,14 @@ void GroupState::fail(const std::string& reason) {
   }
   failed.notify_all();
   for (auto& entry : works) entry.second->fail(reason);
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& entry : works) finished.push_back(std::move(entry.second));
+}
+
+void GroupState::let_go_of_finished() {
+  decltype(finished) works;
+  std::lock_guard<std::mutex> lock(mutex);
+  works.swap(finished);
 }
 
 // A reduction that gloo can do: the tensor to hand over, gloo's operation, and what makes its result the one asked for.
@@ -228,10 +256,18 @@ class ProcessGroupNeuron final : public Backend {
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), state_(std::make_shared<GroupState>(rank_, size_, std::move(store))) {}
 
   ~ProcessGroupNeuron() override {
-    // After a failure gloo's threads sit in operations that nobody will answer, and its destructor would wait for them.
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->closed = true;
-    if (!state_->failure.empty()) static_cast<void>(gloo_.release());
+    bool failed;
+    {
+      std::lock_guard<std::mutex> lock(state_->mutex);
+      state_->closed = true;
+      failed = !state_->failure.empty();
+    }
+    if (failed) {  // gloo's threads sit in operations that nobody will answer, and its destructor would wait for them
+      static_cast<void>(gloo_.release());
+    } else {
+      gloo_.reset();
+      state_->let_go_of_finished();
+    }
   }
 
   const std::string getBackendName() const override { return "neuron"; }
