@@ -19,6 +19,7 @@ from optimum_trn.patching.context import check_context, share_context, unshare_c
 from optimum_trn.patching.cutting import cut, place_parameters, restore
 from optimum_trn.patching.expert_parallel import check_experts, place_experts, share_experts, unshare_experts
 from optimum_trn.patching.expert_styles import CutExperts
+from optimum_trn.patching.generation import Generate
 from optimum_trn.patching.marks import Tower
 from optimum_trn.patching.outputs import PatchedForward, WholeAttentions, calls_loss_function
 from optimum_trn.patching.pipelining import concerns, cut_stages
@@ -72,6 +73,8 @@ def install(
         group = RankGroup(mesh.get_group(TENSOR_AXIS))
         cut(model, actions, placements, group)
         patch_instance(model, group, actions)
+    if hasattr(model, "generate") and (pipeline is not None or size > 1):
+        model.generate = Generate(model)  # type: ignore[assignment]
     report = PatchReport(
         model_type=model.config.model_type,
         tensor_parallel_size=size,
@@ -110,6 +113,7 @@ def uninstall(model: PreTrainedModel) -> None:
         restore(model, state.actions, state.placements, state.tp_group)
     if isinstance(model.__dict__.get("forward"), PatchedForward):
         _unpatch_instance(model)
+    model.__dict__.pop("generate", None)
     if state.experts is not None:
         unshare_experts(model, state.experts)
     if state.pipeline is not None:

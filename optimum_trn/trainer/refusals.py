@@ -83,6 +83,13 @@ REFUSALS = (
         "tpu_metrics_debug reports on XLA devices, which NeuronCores are not here.",
     ),
     Refusal(
+        "predict_with_generate",
+        "with pipeline_parallel_size above 1",
+        lambda args: args.pipeline_parallel_size > 1,
+        "a pipeline works on whole batches and generates no text token by token. Set pipeline_parallel_size=1, or "
+        "save the model and generate with it at another layout.",
+    ),
+    Refusal(
         "ddp_backend",
         'on NeuronCores, other than "neuron"',
         lambda args: on_core(args) and args.ddp_backend != "neuron",
@@ -94,6 +101,6 @@ REFUSALS = (
 def check(args: Any) -> None:
     """Raise ValueError, with the reason, for the first argument whose value can't be honoured."""
     for refusal in REFUSALS:
-        value = getattr(args, refusal.argument)
+        value = getattr(args, refusal.argument, None)  # some are those of one class of arguments
         if value and refusal.applies(args):
             raise ValueError(f"{refusal.argument}={value!r} is refused: {refusal.reason}")

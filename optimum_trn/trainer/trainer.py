@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
 from ..checkpoint.save import save_pretrained
-from ..errors import MeshError, PlanError
+from ..errors import MeshError, PlanError, UnsupportedModelError
 from ..parallel import ParallelConfig
 from ..parallel.topology import Topology, launched_topology, placement_summary
 from ..patching import patch_model, pipeline_of, state_of
@@ -29,6 +30,7 @@ from .checkpoints import CheckpointsMixin
 from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
+from .trials import TrialEnded, pruned_together
 
 logger = logging.get_logger(__name__)
 
@@ -126,6 +128,11 @@ class NeuronTrainerMixin(CheckpointsMixin):
             raise MeshError(
                 f"The model was loaded at {state.config}, but the training arguments say {wanted}: give both the same "
                 f"degrees."
+            )
+        if not isinstance(unwrap_peft_model(model), PreTrainedModel):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is no transformers model, which no plan describes: {wanted} can't share it. "
+                "Leave the degrees at 1 for data parallelism."
             )
         # As DistributedDataParallel does: ranks that initialised the model differently continue with rank 0's weights.
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -291,6 +298,12 @@ class NeuronTrainerMixin(CheckpointsMixin):
         self._correct_step_rate(logs)
         super().log(logs, start_time)
 
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        if self.hp_search_backend is None or trial is None or self.args.world_size == 1:
+            return super()._report_to_hp_search(trial, step, metrics)
+        with pruned_together():
+            super()._report_to_hp_search(trial, step, metrics)
+
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """As in Trainer; steps per second are those of data-parallel ranks."""
         output = super().predict(*args, **kwargs)
@@ -356,7 +369,10 @@ class NeuronTrainerMixin(CheckpointsMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in Trainer; see `CheckpointsMixin.train` for how it resumes."""
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        except TrialEnded:
+            return TrainOutput(self.state.global_step, math.nan, {})
         if isinstance(self.accelerator, DataParallelAccelerator):
             self.accelerator.replication.settle()  # or a rank may leave while others wait for its parameters
         return output

@@ -1,14 +1,24 @@
 """What Trainer can do, feature by feature: each runs in one process and on any mesh, and returns numbers to compare."""
 
+import importlib.machinery
+import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
-from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    TrainerCallback,
+)
 
+from tests.hub import TOKEN
 from tests.trainer import scenario
 from tests.trainer.scenario import deterministic, llama, rows
 
@@ -19,6 +29,7 @@ class Kit:
     def __init__(self, trainer: Any, arguments: Any, directory: str, replicas: int, own: dict[str, Any]) -> None:
         self.trainer_class, self.arguments_class = trainer, arguments
         self.directory, self.own = Path(directory), own
+        self.replicas = replicas
         self.rows = 4 // replicas  # of a rank in one batch, which has four in all
         self.number = 0
 
@@ -40,8 +51,8 @@ class Kit:
                 "train_sampling_strategy": "sequential",
                 "report_to": [],
                 "disable_tqdm": True,
-                **options,
                 **self.own,
+                **options,
             }
         )
         return self.trainer_class(
@@ -154,18 +165,30 @@ class Renamed(torch.nn.Module):
 
 
 def label_smoothing(kit: Kit) -> Any:
-    return trained(kit, label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+    options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}, "use_seedable_sampler": False}
+    return trained(kit, label_smoothing_factor=0.1, gradient_accumulation_steps=2, accelerator_config=options)
+
+
+def labels_of_another_name(kit: Kit) -> Any:
+    """A model of the user's own, which no plan describes: for data parallelism only."""
+    data = [{"input_ids": row["input_ids"], "targets": row["input_ids"]} for row in rows(16)]
+    options = dict(model=Renamed(), label_names=["targets"], compute_metrics=scenario.metrics)
+    trainer = kit.trainer(train=data, evaluation=data[:6], preprocess_logits_for_metrics=scenario.argmax, **options)
+    trainer.train()
+    return [logs(trainer), deterministic(trainer.evaluate())]
 
 
 def accumulated(kit: Kit) -> Any:
-    return trained(kit, gradient_accumulation_steps=2, include_num_input_tokens_seen="non_padding", max_grad_norm=0.5)
+    adam = dict(adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    ddp = dict(ddp_bucket_cap_mb=1, ddp_find_unused_parameters=False, ddp_static_graph=True)
+    return trained(kit, gradient_accumulation_steps=2, include_num_input_tokens_seen="all", **adam, **ddp)
 
 
 # ---- Memory and speed -----------------------------------------------------------------------------------------------
 
 
 def caches_emptied(kit: Kit) -> Any:
-    return trained(kit, torch_empty_cache_steps=2)
+    return trained(kit, torch_empty_cache_steps=2, use_cache=True)
 
 
 def checkpointing_with_arguments(kit: Kit) -> Any:
@@ -235,7 +258,17 @@ class Columns(Dataset):
 
 def columns_removed_and_last_batch_dropped(kit: Kit) -> Any:
     trainer = kit.trainer(
-        train=Columns(), dataloader_drop_last=True, max_steps=-1, num_train_epochs=1, dataloader_num_workers=1
+        train=Columns(),
+        max_steps=-1,
+        num_train_epochs=2,
+        train_sampling_strategy="random",
+        data_seed=3,
+        dataloader_drop_last=True,
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+        dataloader_prefetch_factor=2,
+        dataloader_multiprocessing_context="fork",
+        dataloader_pin_memory=False,
     )
     trainer.train()
     return logs(trainer)
@@ -287,6 +320,24 @@ def best_model_and_early_stopping(kit: Kit) -> Any:
     return [best, state.best_metric, state.global_step, logs(trainer, "eval_loss"), deterministic(trainer.evaluate())]
 
 
+def by_epoch(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        max_steps=-1,
+        num_train_epochs=2,
+        logging_strategy="epoch",
+        logging_first_step=True,
+        eval_strategy="epoch",
+        save_strategy="best",
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        save_total_limit=1,
+        save_only_model=True,
+    )
+    trainer.train()
+    saved = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+    return [logs(trainer), logs(trainer, "eval_loss"), saved]
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {},
     "cosine": {},
@@ -306,7 +357,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def schedule(kit: Kit, name: str) -> Any:
     evaluated = dict(eval_strategy="steps", eval_steps=1) if name in ("reduce_lr_on_plateau", "greedy") else {}
     trainer = kit.trainer(
-        model=llama(num_hidden_layers=1),
+        model=llama(num_hidden_layers=2),
         max_steps=5,
         warmup_steps=0 if evaluated else 1,
         lr_scheduler_type=name,
@@ -398,6 +449,112 @@ def reported_to_tensorboard(kit: Kit) -> Any:
     return [[event.value for event in events.Scalars(name)] for name in ("train/loss", "train/grad_norm")]
 
 
+# ---- What has been found wrong ---------------------------------------------------------------------------------------
+
+
+def bert() -> Any:
+    """A model whose forward accepts num_items_in_batch and leaves it alone: its loss is a mean over the batch."""
+    config = BertConfig(
+        vocab_size=scenario.VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertForSequenceClassification(config)
+
+
+def classified(count: int) -> list[dict[str, Any]]:
+    """Rows with one label each."""
+    return [{"input_ids": row["input_ids"], "labels": number % 3} for number, row in enumerate(rows(count))]
+
+
+def mean_losses(kit: Kit) -> Any:
+    return trained(
+        kit, model=bert(), train=classified(16), evaluation=classified(6), gradient_accumulation_steps=2, max_steps=2
+    )
+
+
+def rates_and_counts(kit: Kit) -> Any:
+    trainer = kit.trainer(evaluation=rows(10))
+    measured = [trainer.evaluate(), trainer.predict(rows(10)).metrics]
+    ratios = [
+        round(next(value for name, value in metrics.items() if name.endswith("steps_per_second")), 0)
+        / next(value for name, value in metrics.items() if name.endswith("samples_per_second"))
+        for metrics in measured
+    ]
+    return [[round(10 * ratio) for ratio in ratios], trainer.get_num_trainable_parameters()]
+
+
+def split_batches(kit: Kit) -> Any:
+    options = (
+        {}
+        if kit.replicas == 1
+        else dict(
+            accelerator_config={"split_batches": True}, per_device_train_batch_size=4, per_device_eval_batch_size=4
+        )
+    )
+    return trained(kit, evaluation=rows(7, seed=1), **options)
+
+
+def metrics_written(kit: Kit) -> Any:
+    recorder = Recorder()
+    trainer = kit.trainer(callbacks=[recorder])
+    popped = trainer.pop_callback(Recorder)
+    trainer.add_callback(recorder)
+    trainer.remove_callback(Recorder)
+    metrics = trainer.train().metrics
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", {**deterministic(metrics), "other": 1})
+    trainer.save_state()
+    trainer.accelerator.wait_for_everyone()
+    directory = Path(trainer.args.output_dir)
+    written = json.loads((directory / "all_results.json").read_text())
+    sizes = sorted(kit.trainer_class.metrics_format(metrics))
+    rates = trainer.get_learning_rates()
+    return [
+        popped is recorder,
+        len(recorder.events),
+        written,
+        (directory / "trainer_state.json").exists(),
+        sizes,
+        rates,
+    ]
+
+
+def reported_to_trackio(kit: Kit) -> Any:
+    trackio = mock.MagicMock(__version__="99")
+    trackio.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
+    with mock.patch.dict("sys.modules", trackio=trackio):
+        trainer = kit.trainer(report_to="trackio", run_name="a run", project="a project")
+        trainer.train()
+    if not trainer.is_world_process_zero():
+        assert not trackio.init.called
+        return None
+    logged = [call.args[0] for call in trackio.log.call_args_list]
+    return [trackio.init.call_args.kwargs["project"], [log["train/loss"] for log in logged if "train/loss" in log]]
+
+
+def pushed_to_the_hub(kit: Kit) -> Any:
+    trainer = kit.trainer(
+        push_to_hub=True,
+        hub_model_id="somebody/model",
+        hub_token=TOKEN,
+        hub_strategy="checkpoint",
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.train()
+    trainer.push_to_hub(commit_message="The end", blocking=True)
+    return None
+
+
 FEATURES = {
     function.__name__: function
     for function in (
@@ -414,6 +571,7 @@ FEATURES = {
         columns_removed_and_last_batch_dropped,
         callbacks,
         best_model_and_early_stopping,
+        by_epoch,
         every_schedule,
         hyperparameter_search,
         compiled,
@@ -424,5 +582,11 @@ FEATURES = {
         noise_on_embeddings,
         reported_to_tensorboard,
         pruned_search,
+        mean_losses,
+        rates_and_counts,
+        split_batches,
+        labels_of_another_name,
+        metrics_written,
+        reported_to_trackio,
     )
 }

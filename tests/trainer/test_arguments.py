@@ -56,7 +56,14 @@ def test_what_cannot_be_honoured_is_refused_with_a_reason(tmp_path, monkeypatch,
 
 
 def test_every_refusal_has_a_case():
-    assert {refusal.argument for refusal in REFUSALS} == {name for name, _, _ in REFUSED}
+    elsewhere = {"predict_with_generate"}  # test_seq2seq.py
+    assert {refusal.argument for refusal in REFUSALS} == {name for name, _, _ in REFUSED} | elsewhere
+
+
+def test_tf32_is_refused_by_transformers_and_its_absence_is_not(tmp_path):
+    with pytest.raises(ValueError, match="tf32"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), tf32=True)
+    assert NeuronTrainingArguments(output_dir=str(tmp_path), tf32=False).tf32 is False
 
 
 def test_every_degree_is_an_argument_with_the_same_default():
