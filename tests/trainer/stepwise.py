@@ -20,7 +20,11 @@ from tests.models.tiny import KeepFloat64, batch
 EXACT = 1e-9
 
 
-def train(rank, world_size, model_type, degrees, overrides, steps=3):
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def train(rank, world_size, model_type, degrees, overrides, steps=3, optimizer=adamw):
     """The largest deviation of each step's loss, norm and gradients, and of the weights, from one process."""
     model = tiny_class(model_type, "causal", **overrides)
     stock = copy.deepcopy(model).train()
@@ -30,8 +34,8 @@ def train(rank, world_size, model_type, degrees, overrides, steps=3):
     state, pipeline = state_of(model), pipeline_of(model)
     copies, row = axis_of(state.mesh, "dp").size(), axis_of(state.mesh, "dp").get_local_rank()
     batches = [batch(stock, rows=4, length=11 + 2 * index, seed=index) for index in range(2)]
-    mine = SimpleNamespace(optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
-    theirs = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)
+    mine = SimpleNamespace(optimizer=optimizer(model.parameters()))
+    theirs = optimizer(stock.parameters())
     replication = Replication(state.mesh, config)
     replication.attach([model], [mine], None)
     worst = dict(loss=0.0, norm=0.0, gradients=0.0, weights=0.0)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Adafactor, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
 from tests.models.tiny import KeepFloat64
-from tests.trainer import scenario
+from tests.trainer import scenario, stepwise
 
 STEPS = 3
 
@@ -232,3 +232,22 @@ def test_an_optimizer_that_sees_whole_parameters_resumes_to_the_bit(tmp_path, la
     ):
         assert len(whole) == STEPS
         assert resumed == whole
+
+
+def adafactor(parameters):
+    return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        dict(expert_parallel_size=2, zero_1=False),
+        dict(expert_parallel_size=2),
+        dict(expert_parallel_size=2, tensor_parallel_size=2),
+    ],
+)
+def test_adafactor_sees_whole_experts_that_are_shared_out(degrees):
+    arguments = ("qwen3_moe", degrees, {}, 2, adafactor)
+    for worst in run_ranks(stepwise.train, 2, *arguments, device="cpu", environment=FLOAT64):
+        assert max(worst.values()) < stepwise.EXACT, worst
