@@ -26,6 +26,7 @@ _HOMES = {
     "NeuronModelForSeq2SeqLM": "optimum_trn.modeling",
     "NeuronModelForSequenceClassification": "optimum_trn.modeling",
     "NeuronModelForTokenClassification": "optimum_trn.modeling",
+    "consolidate": "optimum_trn.checkpoint.consolidate",
     "ParallelConfig": "optimum_trn.parallel",
     "patch_model": "optimum_trn.patching",
     "unpatch_model": "optimum_trn.patching",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,3 +44,17 @@ def agreed(step: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def is_first_rank() -> bool:
     """Whether this process is alone, or the first of all."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def is_first_on_host() -> bool:
+    """Whether this process is alone, or the first that the launcher started on this host."""
+    return not dist.is_initialized() or int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def of_first_rank(content: T) -> T:
+    """What the first rank has; a collective, unless this process is alone."""
+    if not dist.is_initialized():
+        return content
+    found = [content]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..errors import CheckpointError
-from .agreement import agreed, is_first_rank
+from .agreement import agreed, is_first_on_host, is_first_rank, of_first_rank
 from .manifest import Manifest, check
+from .remote import download, is_remote, local_directory, remote_steps
 from .saving import put_complete_in_place
+from .steps import steps_in
 
 logger = logging.get_logger(__name__)
-NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def checked(directory: Path) -> Manifest | None:
@@ -40,34 +39,42 @@ def checked(directory: Path) -> Manifest | None:
     return manifest
 
 
-def newest_complete(output_dir: Path) -> tuple[Path, Manifest | None]:
+def newest_complete(output_dir: Path, url: str | None = None) -> tuple[Path, Manifest | None]:
     """The checkpoint of the last step that is complete and undamaged, and its manifest.
 
-    The log says what is wrong with later ones, which are skipped.
-
-    A collective. Raises `CheckpointError` on every rank if there is none; nothing is deleted.
+    Those at `url` that are not in `output_dir` are downloaded to it. The log says what is wrong with later ones, which
+    are skipped. A collective. Raises `CheckpointError` on every rank if there is none; nothing is deleted.
     """
-    with agreed(f"Looking for checkpoints in {output_dir}"):
+    where = url or output_dir
+    with agreed(f"Looking for checkpoints in {where}"):
         if is_first_rank() and output_dir.is_dir():
             put_complete_in_place(output_dir)
-    with agreed(f"Looking for checkpoints in {output_dir}"):
-        steps = steps_in(output_dir)
+    steps: dict[int, Path | str] = {}
+    with agreed(f"Looking for checkpoints in {where}"):
+        if is_first_rank():
+            steps = {**(remote_steps(url) if url else {}), **steps_in(output_dir)}
+    steps = of_first_rank(steps)
     skipped = []
     for step in sorted(steps, reverse=True):
         try:
-            return steps[step], checked(steps[step])
+            directory = present(steps[step], output_dir)
+            return directory, checked(directory)
         except CheckpointError as error:
             logger.warning(f"Skipping {steps[step]}: {error}")
             skipped.append(str(error))
     raise CheckpointError(
-        f"No valid checkpoint found in output directory ({output_dir}), which resume_from_checkpoint=True asks for. "
+        f"No valid checkpoint found in output directory ({where}), which resume_from_checkpoint=True asks for. "
         + " ".join(skipped)
     )
 
 
-def steps_in(output_dir: Path) -> dict[int, Path]:
-    """The checkpoints in a directory, by their step."""
-    if not output_dir.is_dir():
-        return {}
-    found = ((NAME.fullmatch(path.name), path) for path in output_dir.iterdir() if path.is_dir())
-    return {int(match[1]): path for match, path in found if match}
+def present(location: str | Path, output_dir: Path | None = None) -> Path:
+    """The directory of a checkpoint at a path or URL; one that is at a URL is downloaded first: a collective."""
+    if not is_remote(str(location)):
+        return Path(local_directory(str(location)))
+    name = str(location).rstrip("/").rsplit("/", 1)[-1]
+    directory = output_dir / name if output_dir is not None else Path(local_directory(str(location)))
+    with agreed(f"Downloading {location}"):
+        if is_first_on_host() and not directory.exists():
+            download(str(location), directory)
+    return directory

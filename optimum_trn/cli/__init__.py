@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from optimum_trn.cli import env
+from optimum_trn.cli import consolidate, env, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -13,6 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="optimum-trn", description="Hugging Face training for AWS Trainium.")
     commands = parser.add_subparsers(dest="command", required=True)
     env.add_to(commands)
+    consolidate.add_to(commands)
+    plan.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)

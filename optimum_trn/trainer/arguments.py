@@ -6,9 +6,11 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from transformers import TrainingArguments
 
+from ..checkpoint.remote import is_remote, local_directory
 from ..device import device_type
 from ..errors import MeshError
 from ..parallel import ParallelConfig
@@ -96,8 +98,23 @@ class NeuronTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Whether one product makes gate and up projections, where these have separate weights."},
     )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether training goes on while a checkpoint is written, from a copy in the host's memory. It is "
+            "in its place before the next one is begun and before training ends; on_save is called before that."
+        },
+    )
+
+    output_url: ClassVar[str | None] = None
+    """The output directory where it was given as a URL of fsspec; `output_dir` is then its copy on this host."""
 
     def __post_init__(self) -> None:
+        location = str(self.output_dir)
+        if "://" in location:
+            self.output_dir = local_directory(location)
+            if is_remote(location):
+                vars(self)["output_url"] = location.rstrip("/")
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
         check_world_size(self.parallel_config)

@@ -23,12 +23,13 @@ from transformers.utils import logging
 
 from ..checkpoint import optimizer_state
 from ..checkpoint.agreement import agreed
-from ..checkpoint.find import checked, newest_complete
+from ..checkpoint.find import checked, newest_complete, present
 from ..checkpoint.model_state import add_model
 from ..checkpoint.random_state import axes_of, random_state_file
 from ..checkpoint.reload import load_weights
-from ..checkpoint.rotation import rotate
+from ..checkpoint.remote import rotate_remote, upload, upload_files
 from ..checkpoint.saving import Saving
+from ..checkpoint.steps import rotate
 from ..errors import CheckpointError
 from ..parallel import ParallelConfig
 from ..parallel.zero1 import Zero1Optimizer
@@ -84,7 +85,13 @@ class CheckpointsMixin(_Trainer):
         finally:
             self._saving = None
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        saving.committed.append(partial(rotate, Path(run_dir), limit, best))
+        if self._url is not None:
+            url = f"{self._url}{run_dir.removeprefix(str(self.args.output_dir))}"
+            saving.committed += [
+                partial(upload, Path(directory), f"{url}/{Path(directory).name}"),
+                partial(rotate_remote, url, limit, best),
+            ]
+        saving.committed.append(partial(rotate, Path(directory), limit, best))
         self._under_way = saving
         if self._saves_asynchronously:
             saving.start(self._own_memory(), self._own_group())
@@ -136,6 +143,19 @@ class CheckpointsMixin(_Trainer):
                 self.state.save_to_json(str(saving.staging / TRAINER_STATE_NAME))
 
     @property
+    def _url(self) -> str | None:
+        """Where checkpoints are uploaded to, if the output directory was given as the URL of another file system."""
+        return getattr(self.args, "output_url", None)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in Trainer; the output directory is uploaded if it was given as a URL."""
+        super().save_model(output_dir, _internal_call)
+        if self._url is not None and not _internal_call and output_dir in (None, self.args.output_dir):
+            with agreed(f"Uploading to {self._url}"):
+                if self.args.should_save:
+                    upload_files(Path(str(self.args.output_dir)), self._url)
+
+    @property
     def _saves_asynchronously(self) -> bool:
         return bool(getattr(self.args, "async_save", False))
 
@@ -146,10 +166,12 @@ class CheckpointsMixin(_Trainer):
 
     @property
     def _has_sharded_optimizer(self) -> bool:
-        """Whether the optimizer is not torch's own, with the states of all parameters: it has parts, or master weights."""
+        """Whether the optimizer has parts of parameters, or master weights, and not just the states of all of them."""
         if self.mesh is None:
             return isinstance(self._torch_optimizer, Zero1Optimizer)
-        return self.is_sharded or (self.parallel_config.cuts_optimizer and self.mesh["dp_cp"].size() > 1)
+        return self.is_sharded or (
+            self.parallel_config.cuts_optimizer and dist.get_world_size(self.mesh.get_group("dp_cp")) > 1
+        )
 
     def _own_memory(self) -> MemoryStore:
         self._memory = self._memory or MemoryStore()
@@ -215,9 +237,9 @@ class CheckpointsMixin(_Trainer):
         self._resumed_from = None
         if resume_from_checkpoint:
             if resume_from_checkpoint is True:
-                directory, manifest = newest_complete(Path(str(self.args.output_dir)))
+                directory, manifest = newest_complete(Path(str(self.args.output_dir)), self._url)
             else:
-                directory = Path(resume_from_checkpoint)
+                directory = present(resume_from_checkpoint)
                 manifest = checked(directory)
             resume_from_checkpoint = str(directory)
             self._resumed_from = None if manifest is None else dict(manifest.origin)

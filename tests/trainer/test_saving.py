@@ -1,0 +1,190 @@
+"""Saving while training goes on, on disks that fill up, to URLs, in processes that are killed: nothing is lost."""
+
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from optimum_trn.errors import CheckpointError
+from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
+from tests.distributed import run_ranks
+from tests.trainer import scenario
+
+STEPS = 6
+
+
+class Watched(NeuronTrainer):
+    """Calls `on_saving` with itself whenever a checkpoint is begun."""
+
+    on_saving = staticmethod(lambda trainer: None)
+
+    def _save_checkpoint(self, model, trial):
+        self.on_saving(self)
+        super()._save_checkpoint(model, trial)
+
+
+def trainer(directory, trainer_class=NeuronTrainer, **options):
+    arguments = NeuronTrainingArguments(
+        **{
+            "output_dir": str(directory),
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_steps": 1,
+            "save_total_limit": 2,
+            "disable_tqdm": True,
+            "report_to": [],
+            **options,
+        }
+    )
+    model = scenario.llama(attention_dropout=0.2)
+    return trainer_class(model=model, args=arguments, train_dataset=scenario.rows(24))
+
+
+def losses(run):
+    return [log["loss"] for log in run.state.log_history if "grad_norm" in log]
+
+
+def names(directory):
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def both_ways(rank, world_size, directory, options):
+    whole = trainer(Path(directory, "blocking"), **options)
+    whole.train()
+    beside = trainer(Path(directory, "async"), async_save=True, **options)
+    beside.train()
+    resumed = trainer(Path(directory, "async"), async_save=True, max_steps=STEPS + 1, **options)
+    resumed.train(resume_from_checkpoint=True)
+    return losses(whole), losses(beside), losses(resumed)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, dict(tensor_parallel_size=2)),
+        pytest.param(1, dict(), marks=pytest.mark.full),
+        pytest.param(2, dict(), marks=pytest.mark.full),
+        pytest.param(2, dict(pipeline_parallel_size=2), marks=pytest.mark.full),
+        pytest.param(2, dict(mics_partition_size=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_what_is_saved_while_training_goes_on_is_what_a_blocking_save_writes(tmp_path, world_size, options):
+    for blocking, beside, resumed in run_ranks(both_ways, world_size, str(tmp_path), options):
+        assert beside == blocking
+        assert resumed[:STEPS] == blocking and len(resumed) == STEPS + 1
+    assert names(tmp_path / "blocking") == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
+    assert names(tmp_path / "async") == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS + 1}"]
+    one, other = tmp_path / "blocking" / f"checkpoint-{STEPS}", tmp_path / "async" / f"checkpoint-{STEPS}"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        if (one / name).exists() and (other / name).exists():
+            assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def on_a_full_disk(rank, world_size, directory, asynchronous):
+    """The second save fails on rank 1, which may write no file beyond a few kilobytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(Watched):
+        @staticmethod
+        def on_saving(trainer):
+            if rank == 1 and trainer.state.global_step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    run = trainer(directory, Full, tensor_parallel_size=2, async_save=asynchronous)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resumed = trainer(directory, tensor_parallel_size=2)
+    resumed.train(resume_from_checkpoint=True)
+    return str(caught.value), losses(resumed)
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_one_before_is_resumed(tmp_path, asynchronous):
+    answers = run_ranks(on_a_full_disk, 2, str(tmp_path), asynchronous)
+    for text, resumed in answers:
+        assert "checkpoint-2 could not be saved" in text and "too large" in text
+        assert len(resumed) == STEPS
+    assert names(tmp_path) == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
+
+
+def uninterrupted(rank, world_size, directory, options):
+    run = trainer(directory, tensor_parallel_size=2, **{**options, "save_strategy": "no"})
+    run.train()
+    return losses(run)
+
+
+def killed(rank, world_size, directory, options, step, seconds):
+    """Dies `seconds` after it has begun to save this step, or later in training that does not end by itself."""
+
+    class Doomed(Watched):
+        @staticmethod
+        def on_saving(trainer):
+            if trainer.state.global_step == step:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once, as SIGKILL does
+                signal.setitimer(signal.ITIMER_REAL, seconds[rank])
+
+    endless = trainer(directory, Doomed, tensor_parallel_size=2, **{**options, "max_steps": 10_000})
+    try:
+        endless.train()
+    except Exception:  # the other rank has died first
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def continued(rank, world_size, directory, options):
+    run = trainer(directory, tensor_parallel_size=2, **options)
+    run.train(resume_from_checkpoint=True)
+    return losses(run)
+
+
+SAVE_SECONDS = 0.2  # about what saving takes; the timer of a rank that is earlier or later hits training, or the next
+
+
+@pytest.mark.parametrize(
+    ("seed", "asynchronous"),
+    [
+        (0, True),
+        *(pytest.param(seed, seed % 2 == 0, marks=pytest.mark.full) for seed in range(1, 21)),
+    ],
+)
+def test_a_run_that_is_killed_while_it_saves_continues_exactly(tmp_path, seed, asynchronous):
+    options = dict(async_save=asynchronous, max_steps=STEPS + 4, lr_scheduler_type="constant")
+    expected = run_ranks(uninterrupted, 2, str(tmp_path / "whole"), options)
+    draw = random.Random(seed)
+    step, seconds = draw.randint(2, 4), [draw.uniform(0.001, SAVE_SECONDS) for _ in range(2)]
+    run_ranks(killed, 2, str(tmp_path / "killed"), options, step, seconds, may_die=[0, 1])
+    left = [path for path in (tmp_path / "killed").iterdir() if path.name.startswith("checkpoint-")]
+    assert all((path / "checkpoint.json").exists() for path in left)
+    assert run_ranks(continued, 2, str(tmp_path / "killed"), options) == expected
+    assert names(tmp_path / "killed") == [f"checkpoint-{STEPS + 4}", f"checkpoint-{STEPS + 3}"]
+
+
+def test_an_output_directory_may_be_a_url_of_fsspec(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPTIMUM_TRN_OUTPUTS", str(tmp_path / "local"))
+    whole = trainer("memory://bucket/run", use_cpu=True)
+    whole.train()
+    whole.save_model()
+    remote = fsspec.filesystem("memory")
+    assert [path.rsplit("/")[-1] for path in sorted(remote.ls("/bucket/run", detail=False)) if remote.isdir(path)] == [
+        f"checkpoint-{STEPS - 1}",
+        f"checkpoint-{STEPS}",
+    ]
+    assert remote.exists("/bucket/run/model.safetensors")
+    monkeypatch.setenv("OPTIMUM_TRN_OUTPUTS", str(tmp_path / "another host"))
+    remote.rm(f"/bucket/run/checkpoint-{STEPS}/checkpoint.json")  # as if the upload had been interrupted
+    resumed = trainer("memory://bucket/run", use_cpu=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+    by_name = trainer("file://" + str(tmp_path / "here"), use_cpu=True, max_steps=STEPS + 1)
+    by_name.train(resume_from_checkpoint=f"memory://bucket/run/checkpoint-{STEPS - 1}")
+    assert losses(by_name)[:STEPS] == losses(whole)
+    assert names(tmp_path / "here") == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS + 1}"]
