@@ -1,9 +1,7 @@
 """What a collective takes, by algorithm and size, on the links that its ranks really have.
 
 Rings inside a node, recursive halving and doubling between nodes, and the flat ring over everything: the cheapest is
-taken, as the Neuron runtime does by size (SDK: neuron-runtime/about/collectives.rst). The latencies are read off the
-published outputs of nccom-test (SDK: tools/neuron-sys-tools/nccom-test.rst): LAUNCH, HOP and the rate of a ring from
-the all-reduce over 2 ranks and the all-gather over 32, CROSSING from the all-reduce over 2 nodes of 32.
+taken, as the Neuron runtime does by size (SDK: neuron-runtime/about/collectives.rst). Latencies are in cores.py.
 """
 
 from __future__ import annotations
@@ -13,15 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from optimum_trn.cost.cores import Machine
-
-LAUNCH = 50e-6
-"""Seconds to start a collective."""
-HOP = 3.2e-6
-"""Seconds for a message from one core to the next in a ring."""
-CROSSING = (136e-6, 23e-6, 500e-6)
-"""Seconds for a message between nodes: of 8 bytes, more for each doubling of the collective's bytes, and at most."""
-NETWORK_SHARE = 0.6
-"""Of the network's line rate: large messages over EFA, from the all-reduce over 2 nodes."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ def group(machine: Machine, size: int, stride: int) -> Group:
 
 def all_gather(size: float, ranks: Group, machine: Machine) -> float:
     """Seconds until each of `ranks` has all `size` bytes, of which it brought its part."""
-    return _one_way(size, ranks, machine) + LAUNCH if ranks.size > 1 else 0.0
+    return _one_way(size, ranks, machine) + machine.latency.launch if ranks.size > 1 else 0.0
 
 
 def reduce_scatter(size: float, ranks: Group, machine: Machine) -> float:
@@ -61,7 +50,7 @@ def reduce_scatter(size: float, ranks: Group, machine: Machine) -> float:
 
 def all_reduce(size: float, ranks: Group, machine: Machine) -> float:
     """Seconds until each of `ranks` has the sum of all `size` bytes: a reduce-scatter and an all-gather."""
-    return 2 * _one_way(size, ranks, machine) + LAUNCH if ranks.size > 1 else 0.0
+    return 2 * _one_way(size, ranks, machine) + machine.latency.launch if ranks.size > 1 else 0.0
 
 
 def all_to_all(size: float, ranks: Group, machine: Machine) -> float:
@@ -70,15 +59,15 @@ def all_to_all(size: float, ranks: Group, machine: Machine) -> float:
         return 0.0
     inside = size * (ranks.per_node - 1) / ranks.size / ring_rate(machine, ranks.per_node, ranks.stride)
     outside = size * (ranks.size - ranks.per_node) / ranks.size / (_network(machine) / machine.num_cores)
-    latency = _crossing(size) if ranks.nodes > 1 else HOP
-    return LAUNCH + latency + max(inside, outside)
+    latency = _crossing(size, machine) if ranks.nodes > 1 else machine.latency.hop
+    return machine.latency.launch + latency + max(inside, outside)
 
 
 def send(size: float, distance: int, machine: Machine) -> float:
     """Seconds for `size` bytes to the core `distance` ranks away, while every core of the node does the same."""
     if distance >= machine.num_cores:
-        return LAUNCH + _crossing(size) + size / (_network(machine) / machine.num_cores)
-    return LAUNCH + HOP + size / ring_rate(machine, 2, distance)
+        return machine.latency.launch + _crossing(size, machine) + size / (_network(machine) / machine.num_cores)
+    return machine.latency.launch + machine.latency.hop + size / ring_rate(machine, 2, distance)
 
 
 def bus_bytes(size: float, ranks: int) -> float:
@@ -91,22 +80,23 @@ def _one_way(size: float, ranks: Group, machine: Machine) -> float:
     inside, nodes = ranks.per_node, ranks.nodes
     rate = ring_rate(machine, inside, ranks.stride) if inside > 1 else math.inf
     if nodes == 1:
-        return (inside - 1) * HOP + size * (inside - 1) / inside / rate
+        return (inside - 1) * machine.latency.hop + size * (inside - 1) / inside / rate
     sharing = machine.num_cores // inside  # groups that send and receive at the same time
     network = _network(machine) / sharing
-    across = math.ceil(math.log2(nodes)) * _crossing(size) + size * (nodes - 1) / nodes / network
-    hierarchical = across + (inside - 1) * HOP + size * (inside - 1) / inside / rate
-    flat = (ranks.size - 1) * HOP + (nodes - 1) * _crossing(size)
+    crossings = math.ceil(math.log2(nodes)) if machine.latency.recursive else nodes - 1
+    across = crossings * _crossing(size, machine) + size * (nodes - 1) / nodes / network
+    hierarchical = across + (inside - 1) * machine.latency.hop + size * (inside - 1) / inside / rate
+    flat = (ranks.size - 1) * machine.latency.hop + (nodes - 1) * _crossing(size, machine)
     flat += size * (ranks.size - 1) / ranks.size / min(rate, network)
     return min(hierarchical, flat)
 
 
 def _network(machine: Machine) -> float:
-    return machine.network_bytes_per_second * NETWORK_SHARE
+    return machine.network_bytes_per_second * machine.latency.network_share
 
 
-def _crossing(size: float) -> float:
-    smallest, growth, largest = CROSSING
+def _crossing(size: float, machine: Machine) -> float:
+    smallest, growth, largest = machine.latency.crossing
     return min(largest, smallest + growth * math.log2(max(size, 8.0) / 8.0))
 
 

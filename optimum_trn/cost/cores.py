@@ -41,6 +41,31 @@ class Core:
     source: str
 
 
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of a collective that do not depend on bandwidth, and what it reaches of the network's.
+
+    `launch` starts it, `hop` takes a message to the next core of a ring, `crossing` one to another node: of 8 bytes,
+    more for each doubling of the collective's bytes, and at most. `network_share` is of the line rate. A library that
+    is `recursive` halves and doubles between nodes, others go round them in a ring.
+    """
+
+    launch: float
+    hop: float
+    crossing: tuple[float, float, float]
+    network_share: float
+    recursive: bool
+
+
+NEURON_LATENCY = Latency(launch=50e-6, hop=3.2e-6, crossing=(136e-6, 23e-6, 500e-6), network_share=0.6, recursive=True)
+"""Launch and hop from nccom-test's all-reduce over 2 ranks and all-gather over 32, the others from its all-reduce over
+2 nodes of 32 (SDK tools/neuron-sys-tools/nccom-test.rst). Later chips have no published table and are taken alike."""
+
+NCCL_LATENCY = Latency(launch=10e-6, hop=1e-6, crossing=(15e-6, 0.0, 15e-6), network_share=0.85, recursive=False)
+"""15 microseconds between nodes over EFA (SDK neuron-runtime/about/collectives.rst); 0.85 of the line rate, an
+assumption that reproduces the scaling of MiCS (arXiv:2205.00119); the rest assumed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Machine:
     """One node: its cores, the links between its chips and the network between nodes.
@@ -58,6 +83,7 @@ class Machine:
     ring_bytes_per_second: float
     link_bytes_per_second: float
     network_bytes_per_second: float
+    latency: Latency
     launchable: tuple[int, ...]
     vendor: Literal["trainium", "nvidia"]
     source: str
@@ -107,6 +133,7 @@ def _trainium(name: str, lnc: int, core: Core, chip: ChipSpec, neuronlink: float
         ring_bytes_per_second=neuronlink / 4 * RING_SHARE,
         link_bytes_per_second=neuronlink / 4,
         network_bytes_per_second=network / 8,
+        latency=NEURON_LATENCY,
         launchable=spec.launchable(lnc),
         vendor="trainium",
         source=spec.source,
@@ -155,6 +182,7 @@ def _trainium3(lnc: int) -> Machine:
         ring_bytes_per_second=chip.neuronlink_bytes_per_second / 4 * RING_SHARE,
         link_bytes_per_second=chip.neuronlink_bytes_per_second / 4,
         network_bytes_per_second=12_800e9 / 8,
+        latency=NEURON_LATENCY,
         launchable=tuple(cores * count for count in (1, 4, 16, 64)),
         vendor="trainium",
         source=source,
@@ -191,6 +219,7 @@ def _p4d() -> Machine:
         ring_bytes_per_second=230e9,
         link_bytes_per_second=300e9,
         network_bytes_per_second=400e9 / 8,
+        latency=NCCL_LATENCY,
         launchable=(1, 2, 4, 8),
         vendor="nvidia",
         source="aws.amazon.com/ec2/instance-types/p4; NVIDIA A100 datasheet",

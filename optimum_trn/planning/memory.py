@@ -12,7 +12,7 @@ from optimum_trn.planning.stream import Sizes
 from optimum_trn.planning.workload import Layout, Workload
 
 USABLE = 0.96
-"""Of a core's HBM; the rest is lost between allocations in pages of 64 MB and more (SDK neuron-runtime, device-memory)."""
+"""Of a core's HBM; the rest is lost between allocations in pages of 64 MB and more (SDK device-memory.rst)."""
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "collective buffers", "code", "scratch")
 
@@ -58,7 +58,8 @@ def estimate_memory(workload: Workload, layout: Layout, calibration: Calibration
         weights = sum(parameters[stage] for stage in stages)
         layers = max(counts[stage] for stage in stages)
         in_flight = in_flight_bound(schedule, pipeline, rank, micro_batches) if pipeline > 1 else 1
-        # Gradients of weights that wait need what was recomputed for those of the inputs, until they have had their turn.
+        # Gradients of weights that wait need what was recomputed for those of the inputs, until they have had their
+        # turn.
         waiting = min(rank, micro_batches) if schedule == "zero_bubble" and pipeline > 1 else 0
         head = head_activations(workload, layout) if rank == (len(counts) - 1) % pipeline else 0.0
         found.append(
@@ -89,7 +90,9 @@ def layer_activations(workload: Workload, layout: Layout) -> tuple[float, float]
     stream = sizes.residual_tokens * hidden * (4 * item + (2 if architecture.dropout else 0))
     heads = sizes.tokens * head * (2 * sizes.heads + 2 * sizes.kv_heads) * item
     per_width = (4 if architecture.gated else 2) * item
-    feed_forward = per_width * (sizes.expert_tokens * sizes.width if architecture.experts else sizes.tokens * sizes.width)
+    feed_forward = per_width * (
+        sizes.expert_tokens * sizes.width if architecture.experts else sizes.tokens * sizes.width
+    )
     feed_forward += per_width * sizes.tokens * sizes.shared_width
     scores = 0.0
     if not workload.flash_attention:

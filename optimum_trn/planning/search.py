@@ -55,7 +55,9 @@ def layouts(workload: Workload) -> Iterator[Layout]:
         pipelines = [s for s in _powers(architecture.layers) if not rest % s] if architecture.cuttable else [1]
         contexts = [s for s in _powers(min(rest, 32)) if not workload.sequence_length % (2 * s)]
         contexts = contexts if architecture.decoder else [1]
-        experts = [s for s in _powers(architecture.experts) if s > 1 and not s % tensor and not architecture.experts % s]
+        experts = [
+            s for s in _powers(architecture.experts) if s > 1 and not s % tensor and not architecture.experts % s
+        ]
         sequences = (False, True) if tensor > 1 and architecture.decoder else (False,)
         for sequence, pipeline, context, expert in product(sequences, pipelines, contexts, [1, *experts]):
             if (pipeline > 1 and context > 1) or (expert > 1 and expert > rest * tensor // pipeline):
@@ -99,8 +101,8 @@ def search(
 ) -> SearchResult:
     """The `keep` fastest layouts that fit; `among` says which to look at instead of all.
 
-    Layouts are looked at in the order of their lower bounds, until no other can be among the best; `exhaustive` prices all
-    that fit, and finds the same.
+    Layouts are looked at in the order of their lower bounds, until no other can be among the best; `exhaustive` prices
+    all that fit, and finds the same.
     """
     result = SearchResult()
     bounded = []
@@ -156,9 +158,7 @@ def training_arguments(workload: Workload, layout: Layout) -> dict[str, Any]:
         "mics_partition_size",
         "recompute",
     )
-    found = {
-        name: getattr(parallel, name) for name in names if getattr(parallel, name) != getattr(default, name)
-    }
+    found = {name: getattr(parallel, name) for name in names if getattr(parallel, name) != getattr(default, name)}
     found["per_device_train_batch_size"] = layout.micro_batch
     found["gradient_accumulation_steps"] = layout.micro_batches(workload)
     if workload.precision == "autocast":

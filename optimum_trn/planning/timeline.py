@@ -93,7 +93,7 @@ def least_seconds(
     backward: Sequence[float],
     transfer: float,
 ) -> float:
-    """A bound of `step_seconds` from below: the last rank waits for the first activations, and the first for the end."""
+    """A lower bound of `step_seconds`: the last rank waits for the first activations, the first for the end."""
     before = num_ranks - 1
     own = sum(forward[stage] + backward[stage] for stage in range(before, len(forward), num_ranks))
     rest = 0.0 if schedule == "zero_bubble" else sum(backward[:before])  # there, the last rank may fill it

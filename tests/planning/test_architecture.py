@@ -1,0 +1,52 @@
+"""Sizes read off a config are those of the model that transformers builds from it."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForPreTraining
+
+from optimum_trn.errors import UnsupportedModelError
+from optimum_trn.planning import architecture_of
+
+TYPES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "olmo2",
+]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_parameter_is_counted(model_type):
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert architecture_of(config).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+
+
+def test_pretraining_heads_of_bert_count():
+    config = BertConfig(num_hidden_layers=2)
+    with torch.device("meta"):
+        model = BertForPreTraining(config)
+    found = architecture_of(config)
+    assert found.masked and not found.decoder
+    assert found.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-6)
+
+
+def test_flops_are_those_of_aws_for_a_model_of_twelve_squares():
+    config = AutoConfig.for_model("gpt2", n_embd=1024, n_layer=24, n_head=16)
+    expected = 12 * 24 * 1024 * 512 * (6 * 1024 + 512)  # aws-neuron-samples, extract_mfu
+    assert architecture_of(config).model_flops(512) == expected
+
+
+@pytest.mark.parametrize("model_type", ["t5", "deepseek_v3", "vit"])
+def test_models_that_are_no_single_stack_of_layers_are_refused_by_name(model_type):
+    with pytest.raises(UnsupportedModelError, match=model_type):
+        architecture_of(AutoConfig.for_model(model_type))
