@@ -10,7 +10,9 @@ from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
 PEFT = ["peft>=0.21,<0.22"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT]
+# What hyperparameter_search and report_to="tensorboard" of the Trainer need.
+TRAINER = ["optuna>=4", "tensorboard>=2.18"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT, *TRAINER]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
 EXAMPLES = ["gguf>=0.10", "matplotlib>=3.8", "sentencepiece>=0.2", *PEFT]

@@ -72,6 +72,17 @@ def weight_of(inputs: Mapping[str, Any], share: Share, label_names: Sequence[str
     return (labels != IGNORE_INDEX).sum()
 
 
+def gathered(accelerator: Any, use_gather_object: bool, every_loss: bool, data: Any) -> Any:
+    """What the data-parallel ranks give, without the rows that only fill the last batch.
+
+    With `every_loss` the losses, which are repeated for each row, stay as many as in a whole batch, as they do in one
+    process where nothing is dropped.
+    """
+    if every_loss and isinstance(data, Tensor) and data.ndim == 1 and data.is_floating_point():
+        return accelerator.gather(data)
+    return accelerator.gather_for_metrics(data, use_gather_object=use_gather_object)
+
+
 @contextmanager
 def batch_size_of_a_rank(args: Any, accelerator: Accelerator) -> Iterator[None]:
     """While active, `args` name the rows that a rank is given, where `split_batches` shares the batch out.

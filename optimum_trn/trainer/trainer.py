@@ -277,8 +277,9 @@ class NeuronTrainerMixin(CheckpointsMixin):
     ) -> EvalLoopOutput:
         """As in Trainer; no row counts twice, whatever the class that this is mixed into gathers with."""
         if self.mesh is not None:
+            every = self.gather_function == self.accelerator.gather  # as Seq2SeqTrainer, which drops nothing
             self.gather_function = functools.partial(
-                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+                evaluation.gathered, self.accelerator, self.args.eval_use_gather_object, every
             )
         with evaluation.batch_size_of_a_rank(self.args, self.accelerator):
             output = super().evaluation_loop(
@@ -330,7 +331,8 @@ class NeuronTrainerMixin(CheckpointsMixin):
         inputs = evaluation.real_rows_of(inputs, share, self.label_names)
         loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if loss is not None:
-            loss = self._mean_over_replicas(loss, inputs, share)
+            generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+            loss = self._mean_over_replicas(loss, inputs, share, generates)
         return loss, evaluation.filled_up(logits, share), evaluation.filled_up(labels, share)
 
     def _predict(
@@ -353,9 +355,11 @@ class NeuronTrainerMixin(CheckpointsMixin):
         result: tuple[Tensor | None, Any, Any] = pipeline.evaluate(self._prepare_inputs(inputs), compute)
         return result
 
-    def _mean_over_replicas(self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share) -> Tensor:
+    def _mean_over_replicas(
+        self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share, generates: bool
+    ) -> Tensor:
         """The loss of the global batch from those of its shares."""
-        counts = self._divides_by_items is not False
+        counts = self._divides_by_items is not False and not generates  # which calls the model without the count
         local_items = self._get_num_items_in_batch([inputs], self.args.device) if counts else None
         if local_items is not None and self.args.average_tokens_across_devices:
             # Each is already the sum over its tokens, over the mean number of tokens of a rank.
