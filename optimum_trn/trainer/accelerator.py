@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.accelerator import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor, nn
@@ -20,11 +19,12 @@ from transformers.trainer_utils import seed_worker
 
 from ..parallel import ParallelConfig
 from ..parallel.mesh import axis_of
+from .accelerator_state import StateMixin
 from .replication import Replication
 from .stream import DataParallelStream
 
 
-class DataParallelAccelerator(Accelerator):
+class DataParallelAccelerator(StateMixin):
     """Sees a ("dp", "tp") mesh as its data-parallel ranks, so that everything counted over processes counts once.
 
     `num_processes` and `process_index` are those of the "dp" axis. Loaders give every data-parallel rank rows of its
