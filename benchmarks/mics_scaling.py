@@ -58,28 +58,34 @@ def step_seconds(devices: int, partition: int) -> float:
     return value("micro-batches per step") * (compute + exposed * (2 * gather + scatter)) + boundary
 
 
+def rows() -> list[dict[str, float]]:
+    """Steps and weak-scaling efficiency of both, by the number of devices."""
+    assert MACHINE.network_bytes_per_second == value("network bytes/s per node")
+    assert MACHINE.latency.network_share == value("share of the network's rate")
+    group, found = int(value("partition group")), []
+    for devices in (128, 256, 384, 512):
+        mics, zero = step_seconds(devices, group), step_seconds(devices, devices)
+        first = found[0] if found else {"mics_seconds": mics, "zero_3_seconds": zero}
+        row = {"devices": devices, "mics_seconds": mics, "zero_3_seconds": zero}
+        row["mics_efficiency"] = first["mics_seconds"] / mics
+        row["zero_3_efficiency"] = first["zero_3_seconds"] / zero
+        found.append(row)
+    return found
+
+
 def main() -> None:
     """Print the table and the constants, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    assert MACHINE.network_bytes_per_second == value("network bytes/s per node")
-    assert MACHINE.latency.network_share == value("share of the network's rate")
-    group = int(value("partition group"))
-    rows = []
-    for devices in (128, 256, 384, 512):
-        mics, zero = step_seconds(devices, group), step_seconds(devices, devices)
-        rows.append({"devices": devices, "mics_seconds": mics, "zero_3_seconds": zero})
-    for row in rows:
-        row["mics_efficiency"] = rows[0]["mics_seconds"] / row["mics_seconds"]
-        row["zero_3_efficiency"] = rows[0]["zero_3_seconds"] / row["zero_3_seconds"]
-    efficiency = rows[-1]["mics_efficiency"]
+    found = rows()
+    efficiency = found[-1]["mics_efficiency"]
     if options.json:
         constants = {name: {"value": number, "source": source} for name, (number, source) in CONSTANTS.items()}
-        print(json.dumps({"rows": rows, "published_efficiency": CLAIM, "constants": constants}, indent=2))
+        print(json.dumps({"rows": found, "published_efficiency": CLAIM, "constants": constants}, indent=2))
     else:
         print("devices   MiCS step, s   efficiency   ZeRO-3 step, s   efficiency   (all predicted)")
-        for row in rows:
+        for row in found:
             print(
                 f"{row['devices']:7}   {row['mics_seconds']:12.2f}   {row['mics_efficiency']:10.2%}   "
                 f"{row['zero_3_seconds']:14.2f}   {row['zero_3_efficiency']:10.2%}"

@@ -181,6 +181,13 @@ def nelder_mead(function: Callable[[Any], float], start: Sequence[float], iterat
     return [float(value) for value in best]
 
 
+def left_out_predictions(rows: Sequence[Row], ratios: Sequence[Ratio]) -> list[float]:
+    """Of every row, what constants that are fitted on the others predict."""
+    start = place_of(CALIBRATION["trainium"])
+    fits = (fit([*rows[:place], *rows[place + 1 :]], ratios, start) for place in range(len(rows)))
+    return [row.predicted(constants(fitted)) for row, fitted in zip(rows, fits, strict=True)]
+
+
 def place_of(calibration: Calibration) -> list[float]:
     """Where the constants are, in units of their priors' deviations."""
     found = []
@@ -289,11 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fitted = constants(fit(rows, ratios))
         print(json.dumps({name: float(getattr(fitted, name)) for name in FITTED}, indent=2))
         return
-    left_out = []
-    if options.rows.resolve() == ROWS.resolve():
-        start = place_of(CALIBRATION["trainium"])
-        for place, row in enumerate(rows):
-            left_out.append(row.predicted(constants(fit([*rows[:place], *rows[place + 1 :]], ratios, start))))
+    left_out = left_out_predictions(rows, ratios) if options.rows.resolve() == ROWS.resolve() else []
     result = compare(rows, left_out)
     calibration = CALIBRATION["trainium"]
     result["ratios"] = [
