@@ -349,10 +349,12 @@ class NeuronTrainerMixin(CheckpointsMixin):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         step = super().prediction_step
 
-        def compute(batch: Mapping[str, Any]) -> tuple[Tensor | None, Any, Any]:
-            return step(model, dict(batch), prediction_loss_only, ignore_keys, **gen_kwargs)
+        def compute(batch: Mapping[str, Any]) -> tuple[Any, bool | None]:
+            result = step(model, dict(batch), prediction_loss_only, ignore_keys, **gen_kwargs)
+            return result, self._divides_by_items  # which only the last stage sees
 
-        result: tuple[Tensor | None, Any, Any] = pipeline.evaluate(self._prepare_inputs(inputs), compute)
+        result: tuple[Tensor | None, Any, Any]
+        result, self._divides_by_items = pipeline.evaluate(self._prepare_inputs(inputs), compute)
         return result
 
     def _mean_over_replicas(

@@ -15,6 +15,7 @@ MESHES = {
     "dp2": (2, 2, {}),
     "pp2": (2, 1, dict(pipeline_parallel_size=2)),
     "tp2 x dp2": (4, 2, dict(tensor_parallel_size=2)),
+    "pp2 x dp2": (4, 2, dict(pipeline_parallel_size=2)),
 }
 
 
@@ -64,13 +65,23 @@ NOT_IN_A_PIPELINE = NOT_ON_SHARDS | {
     "compiled",
 }
 ON_THE_CPU = {"noise_on_embeddings"}  # drawn from one process's generator
-LEFT_OUT = {"tp2": NOT_ON_SHARDS, "dp2": set(), "pp2": NOT_IN_A_PIPELINE, "tp2 x dp2": NOT_ON_SHARDS}
+LEFT_OUT = {
+    "tp2": NOT_ON_SHARDS,
+    "dp2": set(),
+    "pp2": NOT_IN_A_PIPELINE,
+    "tp2 x dp2": NOT_ON_SHARDS,
+    "pp2 x dp2": NOT_IN_A_PIPELINE,
+}
 SLOW = {"every_schedule", "compiled", "hyperparameter_search"}
 NAMES = [name for name in FEATURES if name not in ON_THE_CPU]
 
 
 def test_features_on_tensor_parallel_ranks(tmp_path):
     compare(tmp_path, "tp2", [name for name in NAMES if name not in NOT_ON_SHARDS | SLOW])
+
+
+def test_features_that_count_data_parallel_ranks(tmp_path):
+    compare(tmp_path, "dp2", ["mean_losses", "grouped_by_length", "split_batches", "labels_of_another_name"])
 
 
 @pytest.mark.full
