@@ -13,15 +13,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-from optimum_trn.device import compiler, process_group, runtime
+from optimum_trn.device import compiler, process_group, runtime, saved_random_state
 from optimum_trn.device.build import is_built, load_extension
+from optimum_trn.device.saved_random_state import random_state_file
 
 logger = logging.getLogger(__name__)
 
@@ -301,29 +301,17 @@ def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
     trainer = trainer_module.__dict__["Trainer"]
     save, load = trainer._save_rng_state, trainer._load_rng_state
 
-    def rng_file(self: Any, directory: str) -> Path:
-        several = self.args.world_size > 1
-        return Path(directory) / (f"rng_state_{self.args.process_index}.pth" if several else "rng_state.pth")
-
     @functools.wraps(save)
     def _save_rng_state(self: Any, output_dir: str) -> None:
         save(self, output_dir)
-        if self.args.device.type != "neuron":
-            return
-        file = rng_file(self, output_dir)
-        with trainer_module.__dict__["safe_globals"]():
-            states = torch.load(file, weights_only=True)
-        torch.save({**states, "neuron": runtime.get_rng_state()}, file)
+        if self.args.device.type == "neuron":
+            saved_random_state.add(random_state_file(self.args, output_dir))
 
     @functools.wraps(load)
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         load(self, checkpoint)
-        if checkpoint is None or not rng_file(self, checkpoint).is_file():
-            return
-        with trainer_module.__dict__["safe_globals"]():
-            states = torch.load(rng_file(self, checkpoint), weights_only=True)
-        if "neuron" in states and self.args.device.type == "neuron":
-            runtime.set_rng_state(states["neuron"])
+        if checkpoint is not None and self.args.device.type == "neuron":
+            saved_random_state.restore(random_state_file(self.args, checkpoint))
 
     def restore() -> None:
         trainer._save_rng_state, trainer._load_rng_state = save, load

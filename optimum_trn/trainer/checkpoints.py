@@ -30,6 +30,7 @@ from ..checkpoint.reload import load_weights
 from ..checkpoint.remote import rotate_remote, upload, upload_files
 from ..checkpoint.saving import Saving
 from ..checkpoint.steps import rotate
+from ..device import saved_random_state
 from ..errors import CheckpointError
 from ..parallel import ParallelConfig
 from ..parallel.zero1 import Zero1Optimizer
@@ -216,6 +217,8 @@ class CheckpointsMixin(_Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         with agreed(f"Saving {output_dir}"):
             super()._save_rng_state(output_dir)
+            if self.args.device.type == "neuron":  # transformers, which knows no such generator, may be on a real one
+                saved_random_state.add(saved_random_state.random_state_file(self.args, output_dir))
 
     @property
     def _torch_optimizer(self) -> Any:
@@ -290,15 +293,19 @@ class CheckpointsMixin(_Trainer):
         self.lr_scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        axes = (self._resumed_from or {}).get("axes")
-        if checkpoint is None or axes is None:
+        if checkpoint is None:
             return super()._load_rng_state(checkpoint)
-        world_size, rank = self.args.world_size, self.args.process_index
-        source = random_state_file(Path(checkpoint), axes, self.mesh, world_size, rank)
-        with tempfile.TemporaryDirectory() as own:  # transformers takes the file that is named after this process
+        axes = (self._resumed_from or {}).get("axes")
+        source = own = saved_random_state.random_state_file(self.args, checkpoint)
+        if axes is not None:
+            rank, world_size = self.args.process_index, self.args.world_size
+            source = random_state_file(Path(checkpoint), axes, self.mesh, world_size, rank)
+        with tempfile.TemporaryDirectory() as directory:  # transformers takes the file that is named after this process
             if source.exists():
-                shutil.copy(source, Path(own, f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"))
-            super()._load_rng_state(own)
+                shutil.copy(source, Path(directory, own.name))
+            super()._load_rng_state(directory)
+            if self.args.device.type == "neuron":
+                saved_random_state.restore(Path(directory, own.name))
 
 
 _STOCK_SAVE = PreTrainedModel.save_pretrained
