@@ -87,7 +87,7 @@ def parse(row: dict[str, Any]) -> Row:
             precision=row["precision"],
             optimizer=row["optimizer"],
         )
-        layout = Layout(ParallelConfig(**row["layout"], recompute=recompute), row["micro_batch"])
+        layout = Layout(ParallelConfig(**{**row["layout"], "recompute": recompute}), row["micro_batch"])
         layout.micro_batches(workload)
         published = row["published"]
         return Row(

@@ -22,9 +22,9 @@ class Core:
     """One accelerator core, as ranks see it.
 
     The matrix engine multiplies `rows` x `columns` of a stationary operand with up to `moving` columns of the other at
-    a time, and needs `matrix_overhead` more columns' time for each such instruction. The vector engines pass
-    `vector_rate` elements a second, `vector_lanes` at once, and need `vector_overhead` more elements of each lane for
-    an instruction. `mfu_flops` is the peak that model FLOPs utilisation is quoted against.
+    a time, and needs `matrix_overhead` more cycles for each such instruction. The vector engines pass `vector_rate`
+    elements a second, and need the time of `vector_overhead` more in each lane for an instruction. `mfu_flops` is the
+    peak that model FLOPs utilisation is quoted against.
     """
 
     matrix_flops: Mapping[str, float]
@@ -34,7 +34,6 @@ class Core:
     moving: int
     matrix_overhead: float
     vector_rate: float
-    vector_lanes: int
     vector_overhead: float
     hbm_bytes_per_second: float
     hbm_bytes: int
@@ -94,9 +93,6 @@ class Machine:
         return self.num_chips * self.cores_per_chip
 
 
-# One NeuronCore-v2: SDK nki/guides/architecture/trainium_inferentia2_arch.rst. 128 x 128 elements, at most 512 moving
-# columns, about 64 cycles to start; VectorE 1.12 GHz and ScalarE 1.4 GHz on 128 lanes, about 100 cycles an instruction.
-# The peak is that of AWS's own MFU, 3040 / 32 TFLOPS (aws-neuron-samples, dp_bert_large_hf_pretrain_hdf5.py).
 RING_SHARE = 57e9 / 96e9
 """Of a link's rate, what ring collectives reach: 57 GB/s in the nccom-test tables (see collectives.py) of 384 / 4."""
 
@@ -112,7 +108,6 @@ def _trainium_core(chip: ChipSpec, lnc: int, bf16: float, fp32: float, vector_cl
         moving=512,
         matrix_overhead=64,
         vector_rate=128 * vector_clock * lnc,
-        vector_lanes=128 * lnc,
         vector_overhead=100,
         hbm_bytes_per_second=chip.hbm_bytes_per_second / cores,
         hbm_bytes=chip.hbm_bytes // cores,
@@ -140,6 +135,10 @@ def _trainium(name: str, lnc: int, core: Core, chip: ChipSpec, neuronlink: float
     )
 
 
+# NeuronCore-v2: 128 x 128 elements, at most 512 moving columns, about 64 cycles to start; VectorE 1.12 GHz, 128 lanes,
+# about 100 cycles an instruction (SDK nki/guides/architecture/trainium_inferentia2_arch.rst). The scalar engine works
+# beside VectorE and is not counted. The peak is that of AWS's own MFU, 3040 / 32 TFLOPS (aws-neuron-samples,
+# dp_bert_large_hf_pretrain_hdf5.py).
 def _machines() -> dict[str, Machine]:
     trn1, trn2 = INSTANCES["trn1.32xlarge"].chip, INSTANCES["trn2.48xlarge"].chip
     v2 = _trainium_core(
@@ -151,7 +150,7 @@ def _machines() -> dict[str, Machine]:
         # Twice the NeuronLink of trn1.32xlarge: SDK about-neuron/arch/neuron-hardware/trn1-arch.rst.
         _trainium("trn1n.32xlarge", 1, v2, trn1, 2 * trn1.neuronlink_bytes_per_second),
     ]
-    # NeuronCore-v3: VectorE 0.96 GHz, ScalarE 1.2 GHz: SDK nki/guides/architecture/trainium2_arch.rst. The peak at
+    # NeuronCore-v3: VectorE 0.96 GHz: SDK nki/guides/architecture/trainium2_arch.rst. The peak at
     # LNC 2 is 157 TFLOPS in AWS's own figures (torch-neuronx docs, torchtitan/gpt-oss README).
     for lnc in (2, 1):
         v3 = _trainium_core(
@@ -204,7 +203,6 @@ def _p4d() -> Machine:
         moving=512,
         matrix_overhead=64,
         vector_rate=19.5 * TERA / 2,
-        vector_lanes=108 * 64,
         vector_overhead=0,
         hbm_bytes_per_second=1.555e12,
         hbm_bytes=40 * 10**9,

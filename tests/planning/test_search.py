@@ -31,7 +31,7 @@ def random_problem(seed):
         get_machine(draw.choice(["trn1.2xlarge", "trn1.2xlarge", "p4d.24xlarge"])),
         nodes=draw.choice([1, 2]),
         sequence_length=draw.choice([128, 512, 2048]),
-        global_batch=draw.choice([8, 16, 32]),
+        global_batch=draw.choice([8, 16]),
         precision=draw.choice(["autocast", "bf16_sr", "fp32"]),
     )
 
