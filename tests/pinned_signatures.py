@@ -115,19 +115,21 @@ def imported_names() -> set[str]:
 
 
 def overridden_names() -> set[str]:
-    """Methods and attributes of the libraries' classes that a subclass of ours defines anew."""
+    """Methods and attributes of the libraries' classes that one of ours defines anew; a mixin, where it is mixed in."""
     names: set[str] = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "optimum_trn."):
         for cls in vars(importlib.import_module(info.name)).values():
             if not (inspect.isclass(cls) and cls.__module__ == info.name):
                 continue
-            written = set(
-                re.findall(r"def (\w+)", inspect.getsource(cls))
-            )  # the rest is made by decorators and metaclasses
-            for attribute in written & vars(cls).keys():
-                owner = next((base for base in cls.__mro__[1:] if attribute in vars(base)), object)
-                if owner.__module__.split(".")[0] in LIBRARIES:
-                    names.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}")
+            for place, part in enumerate(cls.__mro__):
+                if part.__module__.split(".")[0] != PACKAGE.name:
+                    continue
+                # The rest is made by decorators and metaclasses.
+                written = set(re.findall(r"def (\w+)", inspect.getsource(part)))
+                for attribute in written & vars(part).keys():
+                    owner = next((base for base in cls.__mro__[place + 1 :] if attribute in vars(base)), object)
+                    if owner.__module__.split(".")[0] in LIBRARIES:
+                        names.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}")
     return names
 
 
