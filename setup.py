@@ -12,10 +12,11 @@ from setuptools.command.build_py import build_py
 PEFT = ["peft>=0.21,<0.22"]
 # What hyperparameter_search and report_to="tensorboard" of the Trainer need.
 TRAINER = ["optuna>=4", "tensorboard>=2.18"]
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT, *TRAINER]
+TRL = ["trl>=1.16,<1.17; python_version >= '3.11'"]  # which TRL requires
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT, *TRAINER, *TRL]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
-EXAMPLES = ["gguf>=0.10", "matplotlib>=3.8", "sentencepiece>=0.2", *PEFT]
+EXAMPLES = ["gguf>=0.10", "matplotlib>=3.8", "sentencepiece>=0.2", *PEFT, *TRL]
 RAY = ["ray[train]>=2.40"]
 DEV = ["ruff>=0.6", "mypy>=1.11", "pre-commit>=3"]
 
@@ -88,6 +89,7 @@ setup(
     ],
     extras_require={
         "peft": PEFT,
+        "trl": TRL,
         "test": [*TEST, *CONFORMANCE],
         "conformance": CONFORMANCE,
         "examples": EXAMPLES,

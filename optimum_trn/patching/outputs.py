@@ -60,7 +60,7 @@ class PatchedForward:
     """The forward of one model instance.
 
     In training with labels, only the vocabulary-parallel loss sees the logits: they stay on their ranks and
-    `outputs.logits` is None.  In all other cases the logits are those of the stock model, whole on every rank; so are
+    `outputs.logits` is None; so they do in evaluation, if the loss says that nothing else needs them.  In all other cases the logits are those of the stock model, whole on every rank; so are
     the attention weights, if asked for, which `attentions` gathers, unless the towers of a composite model do.
     """
 
@@ -120,7 +120,10 @@ class PatchedForward:
         return [] if head is None else [inner for inner in head.modules() if isinstance(inner, ParallelLMHead)]
 
     def _logits_stay_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self.model.training or not getattr(self.model.loss_function, "takes_local_logits", False):
+        loss = self.model.loss_function
+        if not getattr(loss, "takes_local_logits", False):
+            return False
+        if not self.model.training and getattr(loss, "needs_logits", True):
             return False
         labels = kwargs.get("labels")
         if labels is None and args:

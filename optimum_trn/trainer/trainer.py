@@ -17,9 +17,11 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, _is_peft_model, unwrap_peft_model
 from transformers.utils import logging
 
+from ..checkpoint.adapters import save_adapters
 from ..checkpoint.save import save_pretrained
 from ..errors import MeshError, PlanError, UnsupportedModelError
 from ..parallel import ParallelConfig
+from ..parallel.master_weights import with_master_weights
 from ..parallel.topology import Topology, launched_topology, placement_summary
 from ..patching import patch_model, pipeline_of, state_of
 from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
@@ -31,11 +33,12 @@ from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
 from .trials import TrialEnded, pruned_together
+from .trl import TRLMixin
 
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainerMixin(CheckpointsMixin):
+class NeuronTrainerMixin(TRLMixin, CheckpointsMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
@@ -76,6 +79,7 @@ class NeuronTrainerMixin(CheckpointsMixin):
             self.gather_function = functools.partial(
                 self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )
+        self._refuse_of_trl()
         if self.model is not None:
             self._shard(self.model)
 
@@ -116,7 +120,10 @@ class NeuronTrainerMixin(CheckpointsMixin):
                     "Prompt learning is not supported on a sharded model. Use LoRA, or tensor_parallel_size=1."
                 )
             adopt_adapters(model.get_base_model())
-            model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
+            if pipeline_of(model) is None:
+                model.get_nb_trainable_parameters = functools.partial(parameter_counts, model)
+            else:
+                model.save_pretrained = functools.partial(save_adapters, model)
 
     def _shard_layers(self, model: Any) -> None:
         state = state_of(model)
@@ -140,8 +147,18 @@ class NeuronTrainerMixin(CheckpointsMixin):
             dist.broadcast(on_device, src=0)
             tensor.data.copy_(on_device)
         stock = unwrap_peft_model(model)
+        if _is_peft_model(model) and wanted.pipeline_parallel_size > 1:  # what no rank can count once stages are cut
+            model.get_nb_trainable_parameters = functools.partial(tuple, model.get_nb_trainable_parameters())
         patch_model(stock, self.parallel_config, mesh=self.mesh)
         stock.save_pretrained = functools.partial(save_pretrained, stock)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in Trainer; with `zero_1`, a model in bfloat16 has float32 master weights in one process, too."""
+        self.optimizer = super().create_optimizer(*args, **kwargs)
+        elsewhere = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.mesh is None and self.parallel_config.zero_1 and not elsewhere:
+            self.optimizer = with_master_weights(self.optimizer, self.model)
+        return self.optimizer
 
     # ---- Data and counting ------------------------------------------------------------------------------------------
 
