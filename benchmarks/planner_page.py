@@ -90,7 +90,14 @@ def page() -> str:
     prices = PRICES["trn1.32xlarge"].dollars_per_hour / PRICES[GPU].dollars_per_hour
     worst = max(all_reduce_tables(content), key=lambda entry: abs(entry["error"]))
     scaling = [
-        [f"{ratio.id}, 16 nodes", f"{ratio.predicted(constants):.3f}", f"{ratio.published:.3f}"] for ratio in ratios
+        [
+            f"{ratio.id}, 16 nodes",
+            f"{ratio.predicted(constants):.3f}",
+            f"{ratio.published:.3f}",
+            f"{ratio.large.predicted(constants) / ratio.large.published - 1:+.1%}",
+            f"{ratio.small.predicted(constants) / ratio.small.published - 1:+.1%}",
+        ]
+        for ratio in ratios
     ]
     mics = [
         [row["devices"], f"{row['mics_efficiency']:.2%}", f"{row['zero_3_efficiency']:.2%}"] for row in scaling_rows()
@@ -101,7 +108,10 @@ def page() -> str:
         .format(
             throughput=throughput(rows, left_out_predictions(rows, ratios)),
             fitted=table(["constant", "value"], [[f"`{name}`", f"{getattr(constants, name):g}"] for name in FITTED]),
-            scaling=table(["throughput a node, of that on one", "predicted", "published"], scaling),
+            scaling=table(
+                ["throughput a node, of that on one", "predicted", "published", "error, 16 nodes", "error, 1 node"],
+                scaling,
+            ),
             all_reduce=f"{abs(worst['error']):.0%} (all-reduce, {worst['id']}, {worst['bytes']:,} bytes)",
             choices=choices(rows),
             comparison=comparison(rows),

@@ -55,7 +55,7 @@ TRAINIUM = Calibration(
 )
 
 NVIDIA = Calibration(
-    # Large products of an A100 reach about 0.85 of its peak, tiles included; memory as much (STREAM).
+    # Assumed: large products reach about 0.85 of the peak, the start of instructions included, and memory as much.
     matrix_efficiency=0.95,
     vector_efficiency=1.0,
     memory_efficiency=0.85,
@@ -65,7 +65,7 @@ NVIDIA = Calibration(
     launch_seconds=1e-3,
     node_variation=TRAINIUM.node_variation,
     scratch=0.3,
-    # CUDA context and libraries.
+    # Assumed: context and libraries.
     code_bytes=1.5e9,
 )
 """Assumptions, not fits: no published row of this comparison's GPU instance is used."""

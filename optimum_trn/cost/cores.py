@@ -192,8 +192,8 @@ def _p4d() -> Machine:
     """Eight A100 of 40 GB: 312 TFLOPS, 1.555 TB/s, 300 GB/s of NVLink each way, 400 Gbps (NVIDIA A100 datasheet; AWS).
 
     Elementwise rate: 19.5 TFLOPS of float32, half of it as elements, since an addition is half of a multiply-add.
-    Tiles of 128 x 256 on 108 multiprocessors have no start-up that shows; the ring reaches 230 of 300 GB/s, which is
-    what NCCL's all-reduce is known for on this machine.
+    Tiles of 128 x 256 on 108 multiprocessors have no start-up that shows; the ring is
+    assumed to reach 230 of 300 GB/s.
     """
     core = Core(
         matrix_flops={"bf16": 312 * TERA, "fp32": 19.5 * TERA},

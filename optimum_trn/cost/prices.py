@@ -19,11 +19,15 @@ class Price:
 
 
 PRICES: dict[str, Price] = {
-    "trn1.2xlarge": Price(1.34, "us-east-1", "2023-03-21", "aws-neuron-sdk, trn1_instance_prices.csv"),
-    "trn1.32xlarge": Price(21.50, "us-east-1", "2023-03-21", "aws-neuron-sdk, trn1_instance_prices.csv"),
-    "trn1n.32xlarge": Price(24.78, "us-east-1", "2023", "Hugging Face, optimum-neuron tutorials/fine_tune_llama_7b"),
-    "trn2.48xlarge": Price(38.43, "us-west-2", "2026", "a third-party price table, not AWS: check before you rent"),
-    "p4d.24xlarge": Price(32.77, "us-east-1", "2025-05", "list price before the cut of June 2025"),
+    "trn1.2xlarge": Price(1.34, "region not stated", "2023-03-21", "aws-neuron-sdk, trn1_instance_prices.csv"),
+    "trn1.32xlarge": Price(21.50, "region not stated", "2023-03-21", "aws-neuron-sdk, trn1_instance_prices.csv"),
+    "trn1n.32xlarge": Price(
+        24.78, "region not stated", "date not stated", "Hugging Face, optimum-neuron tutorials/fine_tune_llama_7b"
+    ),
+    "trn2.48xlarge": Price(
+        38.43, "us-west-2", "date not stated", "a third-party price table, not AWS: check before you rent"
+    ),
+    "p4d.24xlarge": Price(32.77, "us-east-1", "before June 2025", "list price before the cut of June 2025"),
 }
 """Of trn3 no price is published."""
 

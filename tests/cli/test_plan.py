@@ -29,7 +29,7 @@ def test_the_plan_has_time_cost_reasons_and_arguments(command, capsys):
     for part in (
         "Predicted by a cost model, not measured",
         "NeuronTrainingArguments(tensor_parallel_size=2",
-        "$1.34 an hour, us-east-1, 2023-03-21",
+        "$1.34 an hour, region not stated, 2023-03-21",
         "2,000,000,000 tokens:",
         "Budget of 1 dollars: over by",
         "the others fell:",
