@@ -47,7 +47,9 @@ class Peers:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda: self._wake_reader.recv(64))
-        threading.Thread(target=self._watch_sockets, name="neuron-liveness", daemon=True).start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._watch_sockets, name="neuron-liveness", daemon=True)
+        self._thread.start()
 
     def watch(self, ranks: Mapping[str, int], group: Group) -> None:
         """Fail `group` once one of its processes, given by address, dies; or now if one has."""
@@ -69,6 +71,13 @@ class Peers:
                     connection.sendall(LEAVING)
                 except OSError:
                     pass  # that peer has gone before us
+
+    def end(self) -> None:
+        """Stop watching: a thread that still runs when the interpreter ends is torn down in the middle of C++."""
+        self._ended = True
+        self._wake_writer.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=CONNECT_SECONDS)
 
     def close_in_child(self) -> None:
         """A forked child must not keep the connections of its parent open, or the parent's death would go unseen."""
@@ -115,7 +124,7 @@ class Peers:
         self._wake_writer.send(b"x")  # epoll notices by itself, other selectors do not
 
     def _watch_sockets(self) -> None:
-        while True:
+        while not self._ended:
             for key, _ in self._selector.select():
                 key.data()
 
@@ -176,8 +185,10 @@ def _start() -> Peers:
 
 def _leave_in_order() -> None:
     failed = getattr(sys, "last_value", None) is not None  # set where an exception ended the script
-    if _peers is not None and not failed:
-        _peers.leave()
+    if _peers is not None:
+        if not failed:
+            _peers.leave()
+        _peers.end()
 
 
 def _forget_in_child() -> None:

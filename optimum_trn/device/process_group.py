@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
-from optimum_trn.device import liveness
+from optimum_trn.device import liveness, neuronlink
 from optimum_trn.device.build import load_extension
 
 NAME = "neuron"
@@ -21,13 +21,13 @@ def register() -> None:
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """One group's backend on this rank; gloo carries it, and the death of a member fails it on every rank."""
+    """One group's backend on this rank: NeuronLink in a host, gloo otherwise; a member's death fails it everywhere."""
     liveness.announce(store, rank)
     gloo = dist.ProcessGroupGloo(store, rank, size, _gloo_options(timeout))
     # Or a rank that is done at once would close connections that others are still making.
     gloo.barrier().wait()  # type: ignore[attr-defined]
     extension = load_extension()
-    group: Backend = extension.ProcessGroupNeuron(gloo, store)
+    group: Backend = extension.ProcessGroupNeuron(gloo, store, neuronlink.connect(store, rank, size))
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
     return group
 

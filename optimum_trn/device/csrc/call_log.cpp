@@ -41,7 +41,7 @@ void CallLog::add(const char* name, const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++count_;
   const bool sized = tensor.defined() && is_even(name);
-  latest_.push_back({name, sized ? tensor.numel() : -1, sized ? tensor.scalar_type() : c10::ScalarType::Undefined});
+  latest_.push_back({name, sized ? tensor.numel() : -1, sized ? tensor.scalar_type() : c10::ScalarType::Undefined, tensor.defined() && tensor.is_cpu()});
   if (latest_.size() > kKept) latest_.pop_front();
 }
 
@@ -55,6 +55,7 @@ std::string CallLog::difference() {
     for (const Call& call : latest_) {
       own << ++number << ' ' << std::string_view(call.name).substr(std::string_view("neuron:").size());
       if (call.elements >= 0) own << " of " << call.elements << ' ' << c10::toString(call.type);
+      if (call.on_host) own << " on the CPU";
       own << '\n';
     }
   }

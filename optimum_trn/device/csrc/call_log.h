@@ -24,6 +24,7 @@ class CallLog {
     const char* name;
     int64_t elements;
     c10::ScalarType type;
+    bool on_host;  // then gloo carries it, which does not meet what NeuronLink carries
   };
 
   const int rank_, size_;
