@@ -69,7 +69,7 @@ def download(url: str, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="_download-", dir=directory.parent) as unfinished:
         for file in files:
-            target = Path(unfinished, file.removeprefix(filesystem._strip_protocol(root)).lstrip("/"))
+            target = Path(unfinished, file.removeprefix(root).lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             filesystem.get_file(file, str(target))
         os.replace(unfinished, directory)

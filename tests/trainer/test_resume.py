@@ -12,12 +12,13 @@ from optimum_trn.errors import CheckpointError
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from tests.devices import DEVICES
 from tests.distributed import run_ranks
+from tests.models.families import tiny_class
 from tests.trainer import scenario
 
 STEPS = 6
 
 
-def trainer(directory, tensor_parallel_size, **options):
+def trainer(directory, tensor_parallel_size=1, **options):
     arguments = NeuronTrainingArguments(
         **{
             "output_dir": str(directory),
@@ -34,11 +35,21 @@ def trainer(directory, tensor_parallel_size, **options):
         }
     )
     return NeuronTrainer(
-        model=scenario.llama(attention_dropout=0.2),  # so that a lost generator state shows
+        model=model_of(arguments),
         args=arguments,
         train_dataset=scenario.rows(21),
         eval_dataset=scenario.rows(5, seed=1),
     )
+
+
+def model_of(arguments):
+    """A model with dropout, so that a lost generator state shows, and with experts if they are to be shared out."""
+    if arguments.expert_parallel_size == 1:
+        return scenario.llama(attention_dropout=0.2)
+    model = tiny_class("mixtral", "causal", torch.float32, vocab_size=scenario.VOCABULARY)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    return model
 
 
 def losses(run):
@@ -67,6 +78,12 @@ def local_part(parameter):
         *((4, dict(tensor_parallel_size=2), device) for device in DEVICES),
         pytest.param(2, dict(tensor_parallel_size=1, mics_partition_size=2), "cpu", marks=pytest.mark.full),
         (4, dict(tensor_parallel_size=2, mics_partition_size=2), "neuron"),
+        (2, dict(context_parallel_size=2), "neuron"),
+        (2, dict(expert_parallel_size=2), "neuron"),
+        pytest.param(4, dict(context_parallel_size=2), "cpu", marks=pytest.mark.full),
+        pytest.param(4, dict(context_parallel_size=2, tensor_parallel_size=2), "neuron", marks=pytest.mark.full),
+        pytest.param(4, dict(expert_parallel_size=2), "cpu", marks=pytest.mark.full),
+        pytest.param(4, dict(expert_parallel_size=2, pipeline_parallel_size=2), "neuron", marks=pytest.mark.full),
     ],
     ids=str,
 )
