@@ -14,9 +14,9 @@ feed-forward size f, a heads, sequences of s tokens and tensor parallel p, a lay
     feed-forward      4 t f / p      gate, its activation, up, and their product
 
 Sequence parallelism divides the norms by p as well: of their outputs, which the blocks read gathered, a rank keeps its
-run, and gathers again in the backward pass. Selective recomputation drops the attention core. The loss takes t x vocabulary buffers: of the whole vocabulary three at once in the backward pass
-of the stock loss (log-softmax, its gradient, that of the logits), of a cut one two (logits and softmax, in forward;
-its backward works in place).
+run, and gathers again in the backward pass. Selective recomputation drops the attention core. The loss takes
+t x vocabulary buffers: of the whole vocabulary three at once in the backward pass of the stock loss (log-softmax, its
+gradient, that of the logits), of a cut one two (logits and softmax, in forward; its backward works in place).
 """
 
 from __future__ import annotations
