@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
@@ -92,6 +93,12 @@ class NeuronModelForCausalLM(NeuronModel):
     """Loads or builds causal language models."""
 
     auto_class = AutoModelForCausalLM
+
+
+class NeuronModelForImageClassification(NeuronModel):
+    """Loads or builds classifiers of images."""
+
+    auto_class = AutoModelForImageClassification
 
 
 class NeuronModelForImageTextToText(NeuronModel):

@@ -60,8 +60,9 @@ class PatchedForward:
     """The forward of one model instance.
 
     In training with labels, only the vocabulary-parallel loss sees the logits: they stay on their ranks and
-    `outputs.logits` is None; so they do in evaluation, if the loss says that nothing else needs them.  In all other cases the logits are those of the stock model, whole on every rank; so are
-    the attention weights, if asked for, which `attentions` gathers, unless the towers of a composite model do.
+    `outputs.logits` is None; so they do in evaluation, if the loss says that nothing else needs them.  In all other
+    cases the logits are those of the stock model, whole on every rank; so are the attention weights, if asked for,
+    which `attentions` gathers, unless the towers of a composite model do.
     """
 
     def __init__(

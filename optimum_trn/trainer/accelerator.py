@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.operations import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -21,6 +22,7 @@ from ..parallel import ParallelConfig
 from ..parallel.mesh import axis_of
 from .accelerator_state import StateMixin
 from .replication import Replication
+from .schedule import DataParallelScheduler
 from .stream import DataParallelStream
 
 
@@ -82,6 +84,16 @@ class DataParallelAccelerator(StateMixin):
         """Placement, autocast and compilation as in accelerate, without DistributedDataParallel."""
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in accelerate, stepped once for each data-parallel rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(prepared, DataParallelScheduler) or not isinstance(prepared, AcceleratedScheduler):
+            return prepared
+        own = DataParallelScheduler(prepared, self.num_processes)
+        own._is_accelerate_prepared = True  # type: ignore[attr-defined]
+        self._schedulers[self._schedulers.index(prepared)] = own
+        return own
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -18,10 +18,14 @@ IGNORE_INDEX = -100  # of torch.nn.functional.cross_entropy, and of every label 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's rows of one global batch: how many it was given, how many of them are real."""
+    """This rank's rows of one global batch: how many it was given, how many of them are real.
+
+    A batch of pairs has all first halves before all second ones: `parts` is 2 then, and rows count in each part.
+    """
 
     rows: int
     real: int
+    parts: int = 1
 
     @property
     def kept(self) -> int:
@@ -29,20 +33,22 @@ class Share:
         return max(self.real, 1)
 
 
-def share_of_batch(inputs: Mapping[str, Any], accelerator: Accelerator) -> Share:
+def share_of_batch(inputs: Mapping[str, Any], accelerator: Accelerator, parts: int = 1) -> Share:
     """Count the real rows: the global batch is cut in rank order, and what fills it up comes last."""
-    rows = find_batch_size(inputs) or 0
+    rows = (find_batch_size(inputs) or 0) // parts
     state = accelerator.gradient_state
     if not state.end_of_dataloader or state.remainder <= 0:
-        return Share(rows, rows)
-    return Share(rows, min(max(state.remainder - accelerator.process_index * rows, 0), rows))
+        return Share(rows, rows, parts)
+    return Share(rows, min(max(state.remainder - accelerator.process_index * rows, 0), rows), parts)
 
 
 def real_rows_of(inputs: Mapping[str, Any], share: Share, label_names: Sequence[str]) -> dict[str, Any]:
     """The inputs without the filling rows; where all are filling, one row whose labels are ignored."""
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[: share.kept] if tensor.ndim > 0 and tensor.shape[0] == share.rows else tensor
+        if tensor.ndim == 0 or tensor.shape[0] != share.rows * share.parts:
+            return tensor
+        return torch.cat([part[: share.kept] for part in tensor.chunk(share.parts)])
 
     if share.kept == share.rows and share.real > 0:
         return dict(inputs)
@@ -57,9 +63,11 @@ def filled_up(outputs: Any, share: Share) -> Any:
     """Outputs with as many rows as the rank was given, so that all ranks gather equally many."""
 
     def fill(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0 or tensor.shape[0] != share.kept:
+        if tensor.ndim == 0 or tensor.shape[0] not in (share.kept, share.kept * share.parts):
             return tensor
-        return torch.cat([tensor, tensor[-1:].expand(share.rows - share.kept, *tensor.shape[1:])])
+        parts = tensor.chunk(tensor.shape[0] // share.kept)
+        filling = (share.rows - share.kept, *tensor.shape[1:])
+        return torch.cat([piece for part in parts for piece in (part, part[-1:].expand(filling))])
 
     return outputs if outputs is None or share.kept == share.rows else recursively_apply(fill, outputs)
 

@@ -344,12 +344,13 @@ class NeuronTrainerMixin(TRLMixin, CheckpointsMixin):
         """Evaluate the real rows of the batch only, and report the loss of the global batch on every rank."""
         if self.mesh is None or self.accelerator.num_processes == 1:
             return self._predict(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-        share = evaluation.share_of_batch(inputs, self.accelerator)
+        share = evaluation.share_of_batch(inputs, self.accelerator, self._parts_of_batch)
         inputs = evaluation.real_rows_of(inputs, share, self.label_names)
         loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if loss is not None:
             generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-            loss = self._mean_over_replicas(loss, inputs, share, generates)
+            is_mean = generates or self._evaluates_means
+            loss = self._mean_over_replicas(loss, self._with_labels_that_count(inputs), share, is_mean)
         return loss, evaluation.filled_up(logits, share), evaluation.filled_up(labels, share)
 
     def _predict(
@@ -375,10 +376,10 @@ class NeuronTrainerMixin(TRLMixin, CheckpointsMixin):
         return result
 
     def _mean_over_replicas(
-        self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share, generates: bool
+        self, loss: Tensor, inputs: dict[str, Any], share: evaluation.Share, is_mean: bool
     ) -> Tensor:
         """The loss of the global batch from those of its shares."""
-        counts = self._divides_by_items is not False and not generates  # which calls the model without the count
+        counts = self._divides_by_items is not False and not is_mean  # of a step that calls without the count
         local_items = self._get_num_items_in_batch([inputs], self.args.device) if counts else None
         if local_items is not None and self.args.average_tokens_across_devices:
             # Each is already the sum over its tokens, over the mean number of tokens of a rank.

@@ -23,6 +23,9 @@ from .arguments import degrees_of
 ONLINE = {"GRPOTrainer", "RLOOTrainer"}
 """Trainers of TRL that generate what they train on."""
 
+PREFERENCE = {"DPOTrainer", "RewardTrainer"}
+"""Those that train on pairs of rows."""
+
 
 def is_of_trl(trainer: type) -> bool:
     """Whether a class comes from TRL, or from a class that does."""
@@ -165,6 +168,22 @@ class TRLMixin:
 
     def _shard(self, model: Any) -> None:
         raise NotImplementedError
+
+    @property
+    def _parts_of_batch(self) -> int:
+        """2 where a batch has all chosen rows before all rejected ones."""
+        return 2 if PREFERENCE & {base.__name__ for base in type(self).__mro__} else 1
+
+    @property
+    def _evaluates_means(self) -> bool:
+        """Whether evaluation takes the mean over the labels of a rank, as all of TRL's does."""
+        return is_of_trl(type(self))
+
+    def _with_labels_that_count(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs with the labels that a loss of TRL is a mean over: no token predicts the first of a row."""
+        if not is_of_trl(type(self)) or "labels" not in inputs:
+            return inputs
+        return {**inputs, "labels": inputs["labels"][..., 1:]}
 
     def _refuse_of_trl(self) -> None:
         """Raise for what TRL can't do with a shared model, before that is sharded."""
