@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from transformers.utils import logging
 
 from ..errors import CheckpointError
 from ..store import Chunk, DirectoryStore, Extent
 from .agreement import agreed
 from .shared_files import CHUNK_BYTES
 
+logger = logging.get_logger(__name__)
+
 FILE_NAME = "checkpoint.json"
 VERSION = 1
+WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)[^/]*\.(safetensors|bin)")
+"""The names of weight files, as transformers and PEFT choose them."""
+ON_PURPOSE = f"If you replaced it on purpose, delete {FILE_NAME} beside it: nothing is checked then."
 
 
 @dataclass(frozen=True)
@@ -109,12 +116,31 @@ def check(directory: Path, manifest: Manifest | None) -> None:
     with agreed(f"Checking {directory}"):
         if manifest is None:
             return
+        replaced = _replaced(directory, manifest)
         store = DirectoryStore(directory)
         for file, size in manifest.sizes.items():
             path = directory / file
+            if file in replaced:
+                continue
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing.")
             if path.stat().st_size != size:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes where {size:,} were written.")
-        for chunk in manifest.chunks[rank::ranks]:
-            store.get(chunk)
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size:,} bytes where {size:,} were written. {ON_PURPOSE}"
+                )
+        for chunk in [chunk for chunk in manifest.chunks if chunk.file not in replaced][rank::ranks]:
+            try:
+                store.get(chunk)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error} {ON_PURPOSE}") from None
+
+
+def _replaced(directory: Path, manifest: Manifest) -> set[str]:
+    """The weight files, and their index, that were exchanged for others of other names, as converting them does."""
+    known = set(filter(WEIGHTS.fullmatch, manifest.sizes))
+    others = {path.name for path in directory.iterdir() if WEIGHTS.fullmatch(path.name)} - known
+    gone = {file for file in known if not (directory / file).exists()}
+    if not gone or not others:
+        return set()
+    logger.warning(f"{directory} has other weight files than were saved ({', '.join(sorted(others))}): not checked.")
+    return gone | {file for file in manifest.sizes if file.endswith(".index.json")}

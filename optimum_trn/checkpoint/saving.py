@@ -96,8 +96,9 @@ class Saving:
         store = DirectoryStore(self.staging)
         try:
             put_into(store)
-        finally:
             store.close()
+        finally:
+            store.abandon()
         return store.list()
 
     def _commit(self, chunks: list[Chunk]) -> None:

@@ -71,6 +71,11 @@ class DirectoryStore:
             finally:
                 os.close(descriptor)
 
+    def abandon(self) -> None:
+        """Close what is open, whether it is on the disk or not."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
 
 def sync(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Have files, or the entries of directories, on the disk."""

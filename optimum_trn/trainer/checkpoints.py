@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,12 +77,9 @@ class CheckpointsMixin(_Trainer):
         directory = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         saving = self._saving = Saving(Path(directory), self._origin(), commits=self.args.should_save)
         try:
-            with agreed(f"Saving {directory}"):
-                try:
-                    super()._save_checkpoint(model, trial)
-                    self._name_best_checkpoint(saving, run_dir)
-                except OSError as error:
-                    raise CheckpointError(f"{directory} could not be saved: {error}.") from error
+            with self._step_of_saving():
+                super()._save_checkpoint(model, trial)
+                self._name_best_checkpoint(saving, run_dir)
         finally:
             self._saving = None
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
@@ -98,6 +95,20 @@ class CheckpointsMixin(_Trainer):
             saving.start(self._own_memory(), self._own_group())
         else:
             self.finish_saving()
+
+    @contextmanager
+    def _step_of_saving(self) -> Iterator[None]:
+        """Around what some ranks write, between collectives: where the disk of one is full, all leave it together."""
+        assert self._saving is not None
+        with agreed(f"Saving {self._saving.directory}"):
+            try:
+                yield
+            except (OSError, RuntimeError) as error:  # torch.save raises the latter, without a reason, on a full disk
+                free = shutil.disk_usage(self._saving.outer).free
+                raise CheckpointError(
+                    f"{self._saving.directory} could not be saved: {error}. {free:,} bytes are free there. Nothing "
+                    "that was saved before has changed."
+                ) from error
 
     def finish_saving(self) -> None:
         """Return when the checkpoint that is being written is in its place; a collective.
@@ -191,7 +202,7 @@ class CheckpointsMixin(_Trainer):
         if self._saving is None or not by_all or not isinstance(self.model, PreTrainedModel):
             return self._save_by_first_rank(output_dir, state_dict)
         directory = Path(str(output_dir))
-        with agreed(f"Saving {self._saving.directory}"):
+        with self._step_of_saving():
             if self.args.should_save:
                 with _saved_as(self.model, partial(_note, self._saving, self.model, directory)):
                     super()._save(output_dir)
@@ -199,23 +210,32 @@ class CheckpointsMixin(_Trainer):
                 add_model(self._saving.files, self.model, directory)
 
     def _save_by_first_rank(self, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
+        directory = str(output_dir or self.args.output_dir)
         if not self.is_sharded:
-            return super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            super()._save(output_dir, state_dict)
-        else:
-            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)  # joins the gathers
-        self.accelerator.wait_for_everyone()  # so that every rank may read what rank 0 has written, tokenizer included
+            with self._step_of_saving() if self._saving is not None else nullcontext():
+                return super()._save(output_dir, state_dict)
+        with agreed(f"Saving to {directory}"):
+            if self.args.should_save:
+                os.makedirs(directory, exist_ok=True)
+        with agreed(f"Saving to {directory}"):  # then every rank may read what rank 0 has written, tokenizer included
+            if self.args.should_save:
+                super()._save(output_dir, state_dict)
+            else:
+                self.model.save_pretrained(directory, is_main_process=False)  # joins the gathers
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._saving is None or not self._writes_optimizer_by_name:
+        if self._saving is None:
             return super()._save_optimizer_and_scheduler(output_dir)
-        optimizer_state.add_optimizer(self._saving.files, self._torch_optimizer, self.model)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        if self._writes_optimizer_by_name:
+            optimizer_state.add_optimizer(self._saving.files, self._torch_optimizer, self.model)
+        with self._step_of_saving():
+            if not self._writes_optimizer_by_name:
+                super()._save_optimizer_and_scheduler(output_dir)
+            elif self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        with agreed(f"Saving {output_dir}"):
+        with self._step_of_saving() if self._saving is not None else nullcontext():
             super()._save_rng_state(output_dir)
             if self.args.device.type == "neuron":  # transformers, which knows no such generator, may be on a real one
                 saved_random_state.add(saved_random_state.random_state_file(self.args, output_dir))
