@@ -29,17 +29,15 @@ TENSOR_AXIS = "tp"
 VIEWS = {DATA_AXIS: ("dp_replicate", "dp_shard"), "dp_cp": ("dp_replicate", "dp_shard", "cp")}
 """Axes that are one group as well: ranks with other rows ("dp"), and with other tokens ("dp_cp")."""
 
+VIEWS_ATTRIBUTE = "_optimum_trn_views"
+"""The attribute of a mesh that holds its `VIEWS`: torch is to stop slicing flattened dimensions by name."""
+
 NOT_WITH_MICS = {
     "pipeline_parallel_size": "every micro-batch would gather the weights of a stage and scatter their gradients anew, "
     "which costs the time that the stages save",
-    "context_parallel_size": "its groups are of data-parallel ranks, beside which the context-parallel ones would hold "
-    "whole copies of the same weights",
     "expert_parallel_size": "its groups shard what their ranks have in common, and each has experts of its own",
 }
 """What `mics_partition_size` is refused with, and why."""
-
-VIEWS_ATTRIBUTE = "_optimum_trn_views"
-"""The attribute of a mesh that holds its `VIEWS`: torch is to stop slicing flattened dimensions by name."""
 
 
 def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -58,8 +56,9 @@ class ParallelConfig:
     same sequences.  The experts of a mixture are shared out among `expert_parallel_size` neighbours of all ranks that
     have the same layers: a multiple of the tensor-parallel ones, which have the same tokens.  With `zero_1` the
     optimizer is cut over the ranks that hold the same weights; with
-    `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks ("auto": see
-    mics.py).  Raises `MeshError` when a degree is not a positive integer.
+    `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks, with the
+    context-parallel ones that have the same rows ("auto": see mics.py).  Raises `MeshError` when a degree is not a
+    positive integer.
 
     `recompute` says what training recomputes in the backward pass instead of keeping it: the layers
     ("full"), the first of them (their ratio, a number of at most 1), or the core of attention ("selective").

@@ -3,7 +3,8 @@
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud" (arXiv:2205.00119). Sharding
 is FSDP2's on a mesh of replicas and shards. A gradient takes two hops: it is reduce-scattered inside its group after
 every micro-batch, and all-reduced over the replicas once for each optimizer step. Parameters that are sharded over
-tensor-parallel ranks already are plain tensors, of which each group shards what its ranks have in common.
+tensor-parallel ranks already are plain tensors, of which each group shards what its ranks have in common. With context
+parallelism, the ranks with other tokens of a group's rows are part of it: they compute with the same weights.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ STATE_SHARE = 0.9
 """The part of a core's HBM that states may take; the rest is for activations and buffers."""
 
 
-def smallest_partition(parameters: int, data_parallel_size: int, hbm_bytes: int) -> int:
-    """The size of the smallest partition group whose cores can hold the states of `parameters`.
+def smallest_partition(parameters: int, data_parallel_size: int, hbm_bytes: int, context_parallel_size: int = 1) -> int:
+    """The data-parallel ranks of the smallest partition group whose cores can hold the states of `parameters`.
 
-    `parameters` are those that one tensor-parallel rank has; a size divides `data_parallel_size`. Raises `MeshError` if
-    even all cores together have too little memory.
+    `parameters` are those that one tensor-parallel rank has; a size divides `data_parallel_size`. One rank is no group,
+    and shards nothing. Raises `MeshError` if even all cores together have too little memory.
     """
     sizes = [size for size in range(1, data_parallel_size + 1) if data_parallel_size % size == 0]
     for size in sizes:
-        if parameters * STATE_BYTES / size <= STATE_SHARE * hbm_bytes:
+        cores = size * context_parallel_size if size > 1 else 1
+        if parameters * STATE_BYTES / cores <= STATE_SHARE * hbm_bytes:
             return size
+    all_cores = data_parallel_size * context_parallel_size if data_parallel_size > 1 else 1
     raise MeshError(
         f"The states of {parameters:,} parameters take {parameters * STATE_BYTES / 2**30:.1f} GiB, of which each of "
-        f"{data_parallel_size} data-parallel cores would hold "
-        f"{parameters * STATE_BYTES / data_parallel_size / 2**30:.1f} GiB: more than {STATE_SHARE:.0%} of its "
+        f"{all_cores} cores with other data would hold "
+        f"{parameters * STATE_BYTES / all_cores / 2**30:.1f} GiB: more than {STATE_SHARE:.0%} of its "
         f"{hbm_bytes / 2**30:g} GiB. Launch more processes, or raise tensor_parallel_size."
     )
 
@@ -61,13 +64,14 @@ def partition(
     topology: Topology,
     ignored: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard the parameters of `model` over "dp_shard", one group for each of `layers` and one for the rest, in place.
+    """Shard the parameters of `model` over "dp_shard" and "cp", in place, but for the `ignored` ones.
 
-    All but the `ignored` ones, which stay whole.
+    Those of each of `layers` are gathered together, and so is the rest.
 
-    `model` is on its device, with equal weights on all data-parallel ranks. Parameters become DTensors; those in
-    bfloat16 or float16 are kept in float32, as master weights, and are gathered and computed with as they were, while
-    their gradients are reduced in float32. Where the ranks of a group are on several nodes, gathers are hierarchical.
+    `model` is on its device, with equal weights on all data- and context-parallel ranks. Parameters become DTensors;
+    those in bfloat16 or float16 are kept in float32, as master weights, and are gathered and computed with as they
+    were, while their gradients are reduced in float32. Where the ranks of a group are on several nodes, gathers are
+    hierarchical.
     """
     whole = set(ignored)
     parameters = [parameter for parameter in model.parameters() if parameter not in whole]
@@ -79,18 +83,19 @@ def partition(
         policy = MixedPrecisionPolicy(param_dtype=dtype_of(model), reduce_dtype=torch.float32)
         for parameter in parameters:
             parameter.data = parameter.data.float()
-    replicas = mesh["dp_replicate"].size()
-    shards = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
+    shards = mesh["dp_shard"] if mesh["cp"].size() == 1 else mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    replicas = mesh["dp_replicate"]
+    over = DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards
     for module in [*reversed(layers), model]:
         # The root, too: who reads or replaces its parameters between steps must find the sharded ones.
-        fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
-    ranks = dist.get_process_group_ranks(mesh.get_group("dp_shard"))
+        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+    ranks = dist.get_process_group_ranks(shards.get_group())
     nodes = [topology.nodes[rank] for rank in ranks]
     per_node = nodes.count(nodes[0])
     if 1 < per_node < len(ranks) and nodes == [
         nodes[n] for n in range(0, len(ranks), per_node) for _ in range(per_node)
     ]:
-        gather = HierarchicalAllGather(mesh["dp_shard"], per_node)
+        gather = HierarchicalAllGather(shards, per_node)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(cast(Any, gather))
@@ -149,6 +154,12 @@ def is_partitioned(model: nn.Module) -> bool:
 def partitioned(model: nn.Module) -> nn.Module | None:
     """The model within `model` that `partition` has sharded, if there is one: itself, or what PEFT has wrapped."""
     return next((module for module in model.modules() if is_partitioned(module)), None)
+
+
+def shard_group(model: nn.Module) -> dist.ProcessGroup:
+    """The ranks over which `partition` has sharded the parameters of `model`."""
+    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def _rows(parameter: DTensor) -> tuple[int, int]:

@@ -38,13 +38,14 @@ def resolved(config: ParallelConfig, model: nn.Module | None, world_size: int) -
     parameters = sum(parameter.numel() for parameter in model.parameters())
     parameters = -(-parameters // config.tensor_parallel_size) if whole else parameters
     hbm = instance().chip.hbm_bytes_per_core(logical_core_size())
-    size = smallest_partition(parameters, config.data_parallel_size(world_size), hbm)
+    copies = config.data_parallel_size(world_size)
+    size = smallest_partition(parameters, copies, hbm, config.context_parallel_size)
     logger.info(f"MiCS: {parameters:,} parameters on each tensor-parallel rank, sharded over groups of {size}")
     return replace(config, mics_partition_size=size)
 
 
 def partition_model(model: Any, mesh: DeviceMesh, topology: Topology, device: torch.device) -> None:
-    """Move a patched model to the device, make it equal on all data-parallel ranks, and shard it over "dp_shard".
+    """Move a patched model to the device, make it equal on all ranks with the same weights, and shard it over a group.
 
     What adapters of PEFT add stays whole, as at any other layout.  `PlanError` for adapters of embeddings: PEFT saves
     these layers, too, which no rank has.
@@ -60,7 +61,7 @@ def partition_model(model: Any, mesh: DeviceMesh, topology: Topology, device: to
     model.to(device)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor, group=mesh.get_group("dp"), group_src=0)
+            dist.broadcast(tensor, group=mesh.get_group("dp_cp"), group_src=0)
     name = type(model).__name__
     partition(model, mesh, layers_of(model), topology, adapter_parameters(model))
     # FSDP2 gives the instance a class of its own, by whose name transformers would not know it.

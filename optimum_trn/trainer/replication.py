@@ -18,7 +18,7 @@ from ..parallel import ParallelConfig, Placement
 from ..parallel.grad_norm import Gradient, clip_, gradients_of, total_norm
 from ..parallel.gradients import AllReduced, GradientReducer, Scattered
 from ..parallel.granularity import Granularity, granularity_of
-from ..parallel.mics import WITHOUT_DTENSORS, partitioned, partitioned_gradients, without_replicas
+from ..parallel.mics import WITHOUT_DTENSORS, partitioned, partitioned_gradients, shard_group, without_replicas
 from ..parallel.whole_parameters import Shards, WholeParameters
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import pipeline_of, state_of
@@ -263,7 +263,7 @@ class Replication:
         families = [
             (self._common(whole), group, stages, True),
             (self._common(parts), group, [self.group, *stages], scattered),
-            (shards, group, [self.mesh.get_group("dp_shard"), *stages], bool(self._partitioned)),
+            *((shards, group, [shard_group(model), *stages], True) for model in self._partitioned[:1]),
         ]
         if self._experts is not None:
             ranks, replicas = self._experts.group.process_group, self._experts.replicas

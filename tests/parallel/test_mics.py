@@ -25,8 +25,16 @@ def test_the_smallest_group_that_has_room_is_taken(parameters, data_parallel_siz
     assert smallest_partition(parameters, data_parallel_size, 24 * GiB) == size
 
 
+def test_context_parallel_ranks_are_part_of_a_group_and_one_data_parallel_rank_is_none():
+    assert smallest_partition(10**10, 64, 24 * GiB, context_parallel_size=4) == 2
+    with pytest.raises(MeshError, match="4 cores with other data would hold 37.3 GiB"):
+        smallest_partition(10**10, 2, 24 * GiB, context_parallel_size=2)
+    with pytest.raises(MeshError, match="1 cores"):  # which would hold the whole
+        smallest_partition(10**10, 1, 24 * GiB, context_parallel_size=64)
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_its_sizes():
-    with pytest.raises(MeshError, match=r"10,000,000,000 parameters take 149.0 GiB.*4 data-parallel cores.*37.3 GiB"):
+    with pytest.raises(MeshError, match=r"10,000,000,000 parameters take 149.0 GiB.*4 cores with other data.*37.3 GiB"):
         smallest_partition(10**10, 4, 24 * GiB)
 
 

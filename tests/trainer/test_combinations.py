@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+from optimum_trn.parallel import ParallelConfig
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
 from tests.devices import FLOAT64, local_device
 from tests.distributed import run_ranks
@@ -21,6 +22,8 @@ COMBINATIONS = {
     "TP2 x SP x ZeRO-1 x DP2": (4, dict(tensor_parallel_size=2, sequence_parallel=True)),
     "MiCS 2x2": (4, dict(mics_partition_size=2)),
     "MiCS x TP (2x1x2)": (4, dict(tensor_parallel_size=2, mics_partition_size=2)),
+    "MiCS x CP (2x2)": (4, dict(context_parallel_size=2, mics_partition_size=2)),
+    "MiCS x CP x DP (2x2x2)": (8, dict(context_parallel_size=2, mics_partition_size=2)),
 }
 
 
@@ -71,10 +74,12 @@ def expected(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if "x CP" in name else []) for name in COMBINATIONS]
+)
 def test_a_combination_trains_as_one_process_does(tmp_path, expected, name):
     world_size, options = COMBINATIONS[name]
-    copies = world_size // options.get("tensor_parallel_size", 1)
+    copies = world_size // ParallelConfig(**options).ranks_per_copy
     rows = 2 if copies <= 2 else 1  # so that one process has as many in all
     losses, norms, weights = expected[copies * rows]
     assert min(norms) > 0.5, "clipping is not active"
@@ -83,8 +88,9 @@ def test_a_combination_trains_as_one_process_does(tmp_path, expected, name):
         world_size,
         str(tmp_path),
         {**options, "per_device_train_batch_size": rows},
+        device="neuron" if world_size <= 4 else "cpu",  # a chip has 4 cores
         environment=FLOAT64,
-        timeout=180,
+        timeout=60 * world_size,
     )
     for found_losses, found_norms in ranks:
         np.testing.assert_allclose(found_losses, losses, rtol=1e-6)  # which Trainer adds up in float32
