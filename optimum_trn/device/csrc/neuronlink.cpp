@@ -5,11 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include <c10/util/Exception.h>
 
 #include "allocator.h"
+#include "copies.h"
 #include "neuronlink_layout.h"
 #include "reductions.h"
 
@@ -23,10 +23,6 @@ constexpr auto kLookAfter = std::chrono::milliseconds(20);
 std::atomic<int> largest{1};
 
 size_t post_bytes(int size) { return 64 + (sizeof(uint64_t) * 4 * size + 63) / 64 * 64; }
-
-void copy(char* to, const char* from, size_t bytes) {
-  if (to != from && bytes != 0) std::memcpy(to, from, bytes);
-}
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------------- shared memory
@@ -272,23 +268,31 @@ void Link::move(const Pending& pending) const {
   Post& mine = post(rank_, pending.number);
   const Piece* sends = mine.sends();
   const Piece* receives = sends + size_;
-  if (pending.collective.kind == Kind::kPull) {
+  const bool pulls = pending.collective.kind == Kind::kPull;
+  size_t total = 0, longest = 0;
+  for (int r = 0; r < size_; ++r) {
+    const size_t bytes = (pulls ? receives : sends)[r].bytes;
+    total += bytes;
+    longest = std::max(longest, bytes);
+  }
+  const bool streaming = total >= kStreamFrom;
+  if (pulls) {
     for (int step = 0; step < size_; ++step) {
       const int from = (rank_ + step) % size_;  // not all from the same rank at once
-      copy(address(rank_, receives[from]), address(from, post(from, pending.number).sends()[rank_]), receives[from].bytes);
+      copy(address(rank_, receives[from]), address(from, post(from, pending.number).sends()[rank_]), receives[from].bytes, streaming);
     }
+    finish_streaming();
     return;
   }
   const auto target = [&](int to) { return address(to, to == rank_ ? receives[rank_] : post(to, pending.number).sends()[size_ + rank_]); };
-  size_t longest = 0;
-  for (int to = 0; to < size_; ++to) longest = std::max<size_t>(longest, sends[to].bytes);
   for (size_t start = 0; start < longest; start += kCopyBlock) {
     for (int step = 0; step < size_; ++step) {
       const int to = (rank_ + step) % size_;
       if (start >= sends[to].bytes) continue;
-      copy(target(to) + start, address(rank_, sends[to]) + start, std::min<size_t>(kCopyBlock, sends[to].bytes - start));
+      copy(target(to) + start, address(rank_, sends[to]) + start, std::min<size_t>(kCopyBlock, sends[to].bytes - start), streaming);
     }
   }
+  finish_streaming();
 }
 
 void Link::reduce_slices(const Pending& pending) const {
@@ -297,6 +301,7 @@ void Link::reduce_slices(const Pending& pending) const {
   const size_t item = c10::elementSize(c.type);
   Post& mine = post(rank_, pending.number);
   size_t start = 0, bytes = mine.sends()[scatters ? rank_ : 0].bytes;
+  const bool streaming = bytes * (scatters ? size_ : 1) >= kStreamFrom;
   if (!scatters) {  // this rank's share of the whole: full cache lines, so that no two ranks write to the same one
     const size_t share = (bytes / size_ + 63) / 64 * 64;
     start = std::min(bytes, share * rank_);
@@ -312,7 +317,7 @@ void Link::reduce_slices(const Pending& pending) const {
     if (receives) outputs.push_back(address(r, sends[size_]) + start);
   }
   const bool average = c.op == c10d::ReduceOp::AVG;
-  reduce(c.type, average ? c10d::ReduceOp::SUM : c.op, inputs, outputs, static_cast<int64_t>(bytes / item), average ? size_ : 1);
+  reduce(c.type, average ? c10d::ReduceOp::SUM : c.op, inputs, outputs, static_cast<int64_t>(bytes / item), average ? size_ : 1, streaming);
 }
 
 }  // namespace neuron

@@ -14,7 +14,9 @@ namespace neuron {
 
 namespace {
 constexpr auto kSleep = std::chrono::milliseconds(50);  // deaths and deadlines are looked at this often
-constexpr int kSpins = 400, kYields = 40;               // some 20 us, then as many turns of the others
+// Spinning must outlast a peer's waking up, or two ranks that both fell asleep once would keep waking each other for ever.
+constexpr auto kSpin = std::chrono::microseconds(120);
+constexpr int kYields = 40;  // turns of the other processes
 
 int cores() {
   static const int count = [] {
@@ -97,14 +99,16 @@ void Progress::drive(const std::function<bool()>& done, const std::function<void
       }
     }
   } waiting(*this);
-  const int spins = Link::largest_group() > cores() ? 0 : kSpins;
-  for (int idle = 0; !done();) {
+  const auto spin = Link::largest_group() > cores() ? Link::Clock::duration::zero() : kSpin;
+  auto moved = Link::Clock::now();
+  for (int yields = 0; !done();) {
     const uint32_t seen = own_bell().rings.load(std::memory_order_seq_cst);
     if (sweep()) {
-      idle = 0;
-    } else if (++idle <= spins) {
+      yields = 0;
+      moved = Link::Clock::now();
+    } else if (Link::Clock::now() - moved < spin) {
       relax();
-    } else if (idle <= spins + kYields) {
+    } else if (++yields <= kYields) {
       sched_yield();
     } else if (!done()) {
       sleep_until_rung(own_bell(), seen, kSleep);

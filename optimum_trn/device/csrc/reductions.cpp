@@ -9,6 +9,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
+#include "copies.h"
+
 // A resolver in the library picks the best clone once; elsewhere the compiler's baseline has to do (aarch64: NEON).
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -86,6 +88,7 @@ struct Slices {
   const std::vector<char*>& outputs;
   int64_t count;
   int divisor;
+  std::vector<bool> streamed;  // by output
 };
 
 template <class T, Op op>
@@ -112,9 +115,15 @@ INLINE void run(const Slices& slices) {
         for (int64_t i = 0; i < n; ++i) sum[i] /= divisor;
       }
     }
-    for (char* output : slices.outputs) {
-      T* to = reinterpret_cast<T*>(output) + start;
-      for (int64_t i = 0; i < n; ++i) to[i] = narrow<T>(sum[i]);
+    for (size_t r = 0; r < slices.outputs.size(); ++r) {
+      T* to = reinterpret_cast<T*>(slices.outputs[r]) + start;
+      if (slices.streamed[r]) {
+        alignas(64) T rounded[kBlock];
+        for (int64_t i = 0; i < n; ++i) rounded[i] = narrow<T>(sum[i]);
+        copy(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(rounded), n * sizeof(T), true);
+      } else {
+        for (int64_t i = 0; i < n; ++i) to[i] = narrow<T>(sum[i]);
+      }
     }
   }
 }
@@ -157,16 +166,8 @@ CLONES void reduce_int32(Op op, const Slices& slices) { run_op<int32_t>(op, slic
 CLONES void reduce_int16(Op op, const Slices& slices) { run_op<int16_t>(op, slices); }
 CLONES void reduce_int8(Op op, const Slices& slices) { run_op<int8_t>(op, slices); }
 CLONES void reduce_uint8(Op op, const Slices& slices) { run_op<uint8_t>(op, slices); }
-}  // namespace
 
-void reduce(
-    c10::ScalarType type,
-    Op op,
-    const std::vector<const char*>& inputs,
-    const std::vector<char*>& outputs,
-    int64_t count,
-    int divisor) {
-  const Slices slices{inputs, outputs, count, divisor};
+void run_type(c10::ScalarType type, Op op, const Slices& slices) {
   switch (type) {
     case c10::ScalarType::Float:
       return reduce_float(op, slices);
@@ -189,6 +190,21 @@ void reduce(
     default:
       TORCH_INTERNAL_ASSERT(false, "no reduction of ", type);
   }
+}
+}  // namespace
+
+void reduce(
+    c10::ScalarType type,
+    Op op,
+    const std::vector<const char*>& inputs,
+    const std::vector<char*>& outputs,
+    int64_t count,
+    int divisor,
+    bool streaming) {
+  Slices slices{inputs, outputs, count, divisor, {}};
+  for (char* output : outputs) slices.streamed.push_back(streaming && std::find(inputs.begin(), inputs.end(), output) == inputs.end());
+  run_type(type, op, slices);
+  finish_streaming();
 }
 
 }  // namespace neuron

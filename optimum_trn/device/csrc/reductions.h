@@ -10,13 +10,14 @@
 namespace neuron {
 
 // Every one of `outputs` becomes inputs[0] op inputs[1] op ...; of floats then divided by `divisor`. An output may be an input.
-// float16 and bfloat16 accumulate in float32 and are rounded once. `op` is SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+// `streaming`: outputs that are no inputs are written past the caches. float16 and bfloat16 accumulate in float32 and are rounded once. `op` is SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
 void reduce(
     c10::ScalarType type,
     c10d::ReduceOp::RedOpType op,
     const std::vector<const char*>& inputs,
     const std::vector<char*>& outputs,
     int64_t count,
-    int divisor);
+    int divisor,
+    bool streaming);
 
 }  // namespace neuron
