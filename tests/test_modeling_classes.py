@@ -17,6 +17,7 @@ CLASSES = [  # public name, model type, kind of class
     ("NeuronModelForSequenceClassification", "falcon", "sequence"),
     ("NeuronModelForTokenClassification", "mixtral", "token"),
     ("NeuronModelForQuestionAnswering", "modernbert", "question"),
+    ("NeuronModelForImageClassification", "vit", "image"),
 ]
 
 

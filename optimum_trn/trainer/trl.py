@@ -187,7 +187,14 @@ class TRLMixin:
 
     def _refuse_of_trl(self) -> None:
         """Raise for what TRL can't do with a shared model, before that is sharded."""
-        if not is_of_trl(type(self)) or not self.is_sharded:
+        if not is_of_trl(type(self)) or self.mesh is None:
+            return
+        if getattr(self.args, "entropy_coef", 0.0) or getattr(self.args, "use_adaptive_entropy", False):
+            raise PlanError(
+                "entropy_coef and use_adaptive_entropy are for one process: on several, the entropy of TRL's fused "
+                "head is a metric and has no gradient."
+            )
+        if not self.is_sharded:
             return
         names = {base.__name__ for base in type(self).__mro__}
         if online := names & ONLINE:

@@ -164,6 +164,35 @@ def test_every_mesh_trains_as_trl_does_in_one_process(tmp_path, world_size, repl
     compare(tmp_path, cases, world_size, replicas)
 
 
+def generated(rank, world_size, directory):
+    """GRPO over data-parallel ranks, each with completions of its own."""
+    from optimum_trn.trainer import NeuronTrainingArguments
+
+    config = dataclass(type("Config", (trl.GRPOConfig, NeuronTrainingArguments), {}))
+    composed = type("Composed", (NeuronTrainerMixin, trl.GRPOTrainer), {})
+    options = dict(num_generations=4, max_completion_length=8, per_device_train_batch_size=4, max_steps=2)
+    trainer = composed(
+        model=llama(),
+        reward_funcs=lambda completions, **kwargs: [float(len(set(text.split()))) for text in completions],
+        args=config(output_dir=directory, bf16=False, logging_steps=1, save_strategy="no", report_to=[], **options),
+        train_dataset=pairs().select_columns(["prompt"]),
+        processing_class=tokenizer(),
+    )
+    before = trainer.model.lm_head.weight.detach().cpu().clone()
+    trainer.train()
+    metrics = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(metrics) == 2 and all(log["grad_norm"] > 0 for log in metrics)
+    after = trainer.model.lm_head.weight.detach().cpu()
+    assert not torch.equal(before, after)
+    return [log["rewards/<lambda>/mean"] for log in metrics], after
+
+
+@pytest.mark.full
+def test_grpo_trains_data_parallel(tmp_path):
+    (rewards, weight), (same_rewards, same_weight) = run_ranks(generated, 2, str(tmp_path / "out"))
+    assert rewards == same_rewards and torch.equal(weight, same_weight)
+
+
 def refused(rank, world_size, directory, kind, degrees, options):
     from optimum_trn.trainer import NeuronTrainingArguments
 
@@ -185,6 +214,7 @@ def refused(rank, world_size, directory, kind, degrees, options):
     ("kind", "degrees", "options", "reason"),
     [
         ("GRPO", dict(tensor_parallel_size=2), {}, "GRPOTrainer seeds every process by itself.*tensor_parallel_size=2"),
+        ("GRPO", {}, dict(entropy_coef=0.1), "entropy of TRL's fused head is a metric and has no gradient"),
         ("SFT", dict(pipeline_parallel_size=2), {}, "pipeline_parallel_size=2 spreads over several"),
         ("SFT", dict(context_parallel_size=2), {}, "context_parallel_size=2 spreads over several"),
         ("DPO", dict(tensor_parallel_size=2), dict(precompute_ref_log_probs=True), "each rank has other shards"),
