@@ -40,6 +40,7 @@ OWNERS = (
     "torch._dynamo.backends.registry",
     "torch._ops.OpOverload",
     "torch.utils.data.RandomSampler",
+    "torch.optim.lr_scheduler.LRScheduler",
     "torch.distributed.device_mesh.DeviceMesh",
     "torch.distributed.ProcessGroupGloo",
     "torch.distributed.ProcessGroupGloo._Options",
