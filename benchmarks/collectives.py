@@ -61,7 +61,7 @@ def call(name: str, size: int, device: str, group: dist.ProcessGroup) -> Callabl
 
 
 def seconds(calls: list[Callable[[], object]], repetitions: int, run: int) -> list[list[float]]:
-    """Times of each call on the slowest rank, in turns: the mean of `run` calls one after the other, from a barrier on."""
+    """Times of each call on the slowest rank, in turns: means of `run` calls in a row, from a barrier on."""
     times = torch.zeros(len(calls), repetitions + 2, dtype=torch.float64)
     for repetition in range(repetitions + 2):
         for number, function in enumerate(calls):
