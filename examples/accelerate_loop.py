@@ -105,9 +105,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--notebook_processes", type=int, help="start that many from here with notebook_launcher")
+    parser.add_argument("--notebook_port", default="29500", help="where these processes meet")
     options = parser.parse_args()
     if options.notebook_processes:
-        notebook_launcher(train, (options,), num_processes=options.notebook_processes, use_port="0")
+        notebook_launcher(train, (options,), options.notebook_processes, use_port=options.notebook_port)
     else:
         train(options)
 

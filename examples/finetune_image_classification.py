@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/finetune_image_classification.py --tensor_parallel_size 2
 
-needs no network: it draws digits in the font of Pillow, moved, scaled and with noise, and trains a small ViT from
+needs no network: it draws digits in the font of Pillow, moved, scaled and on noise, and trains a small ViT from
 scratch. With a model and a data set of your own:
 
     torchrun --nproc-per-node 3 examples/finetune_image_classification.py --tensor_parallel_size 3 \
@@ -52,10 +52,10 @@ class ImageArguments(FineTuningArguments):
 
 def draw(digit: int, size: int, random: np.random.Generator) -> Image.Image:
     """A digit somewhere in the image, large or small, on a noisy ground."""
-    image = Image.fromarray(random.integers(0, 60, (size, size, 3), dtype=np.uint8))
-    font = ImageFont.load_default(size * random.uniform(0.6, 0.9))
-    place = tuple(random.uniform(0, size * 0.35, 2))
-    ImageDraw.Draw(image).text(place, DIGITS[digit], font=font, fill=tuple(random.integers(150, 256, 3).tolist()))
+    image = Image.fromarray(random.integers(0, 100, (size, size, 3), dtype=np.uint8))
+    font = ImageFont.load_default(size * random.uniform(0.8, 0.9))
+    place = tuple(random.uniform(0, size * 0.15, 2))
+    ImageDraw.Draw(image).text(place, DIGITS[digit], font=font, fill=tuple(random.integers(200, 256, 3).tolist()))
     return image
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,11 @@ def launch(directory: Path, launcher: tuple[str, ...], name: str, *options: str)
     return summary
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "options", "better", "auto_class"),
@@ -71,7 +77,7 @@ def launch(directory: Path, launcher: tuple[str, ...], name: str, *options: str)
         ),
         (
             "finetune_image_classification",
-            ["--images", "400"],
+            ["--images", "500"],
             ("accuracy_before", "accuracy_after"),
             AutoModelForImageClassification,
         ),
@@ -91,7 +97,7 @@ def test_a_loop_of_ones_own_is_the_same_however_it_is_started(tmp_path):
     starts = {
         "torchrun": (TORCHRUN, ()),
         "accelerate": (ACCELERATE, ()),
-        "notebook": ((), ("--notebook_processes", "2")),
+        "notebook": ((), ("--notebook_processes", "2", "--notebook_port", str(free_port()))),
     }
     losses = {}
     for start, (launcher, options) in starts.items():
