@@ -215,6 +215,7 @@ def give_states(
         raise CheckpointError(
             f"{origin} holds no state of {flat[0].names[0]} or any other parameter: of another model?"
         )
+    optimizer.state.clear()  # so that there is no need to hold the states twice
     for index, part in enumerate(flat):
         saved = next((by_name[name] for name in part.names if name in by_name), {})
         for key, source in saved.items():

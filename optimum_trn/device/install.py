@@ -27,9 +27,12 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "torch_neuronx"
 TRAINER = "transformers.trainer"
+ACCELERATOR = "accelerate.accelerator"
 ACCELERATOR_STATE = "accelerate.state"
 ACCELERATE_CHECKS = "accelerate.utils.imports"
 MODELS = "transformers.modeling_utils"
+PATCH = "_optimum_trn_patch"
+"""What a model has that processes share (`patching.state`), which nothing here may import."""
 AVAILABILITY_CHECKS = {
     "accelerate.utils.imports": "is_neuron_available",
     "transformers.utils.import_utils": "is_torch_neuron_available",
@@ -67,6 +70,7 @@ def install(load: bool = True) -> None:
     _after_import(compiler.REGISTRY, compiler.register)
     _after_import(ACCELERATE_CHECKS, _say_that_fp16_is_not_available)
     _after_import(ACCELERATOR_STATE, _refuse_mixed_precision_the_core_has_not)
+    _after_import(ACCELERATOR, _refuse_models_that_processes_share)
     _after_import(MODELS, _refuse_kernels_of_other_vendors)
     _after_import(TRAINER, _keep_rng_state_in_checkpoints)
     if load or is_built():
@@ -254,6 +258,26 @@ def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
 
     state.__init__ = __init__
     _undo.append(lambda: setattr(state, "__init__", initialise))
+
+
+def _refuse_models_that_processes_share(accelerator_module: ModuleType) -> None:
+    """A stock Accelerator takes every process for a data-parallel one: rank 0's shards would overwrite the others'."""
+    accelerator = accelerator_module.__dict__["Accelerator"]
+    prepare = accelerator.prepare_model
+
+    @functools.wraps(prepare)
+    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = getattr(model, PATCH, None)
+        if patch is not None and patch.config.shares_model and not hasattr(self, "replication"):
+            raise ValueError(
+                f"{type(model).__name__} is sharded over several processes, which a stock Accelerator takes for "
+                "data-parallel ones. Use optimum_trn.NeuronAccelerator(parallel_config=...), with the degrees that the "
+                "model was loaded with; it takes what Accelerator takes."
+            )
+        return prepare(self, model, *args, **kwargs)
+
+    accelerator.prepare_model = prepare_model
+    _undo.append(lambda: setattr(accelerator, "prepare_model", prepare))
 
 
 def _refuse_kernels_of_other_vendors(models_module: ModuleType) -> None:

@@ -61,3 +61,21 @@ def test_a_weight_file_that_is_missing_is_missing(tmp_path):
     (tmp_path / "checkpoint-1" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model.safetensors is missing"):
         trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_of_what_a_killed_process_leaves_the_complete_is_resumed_from_and_the_rest_goes_with_the_next_save(tmp_path):
+    """The three moments of a save: before the manifest is written, before the name is given, while one is deleted."""
+    whole = trainer(tmp_path, max_steps=4, save_total_limit=None)
+    whole.train()
+    incomplete, complete = tmp_path / "_saving-checkpoint-4", tmp_path / "_saving-checkpoint-3"
+    for outer in (incomplete, complete):
+        outer.mkdir()
+        name = outer.name.removeprefix("_saving-")
+        (tmp_path / name).rename(outer / name)
+    (incomplete / "checkpoint-4" / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint-1").rename(tmp_path / "_deleting-checkpoint-1")
+    resumed = trainer(tmp_path, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(whole)
+    assert (resumed.state.global_step, len(resumed.state.log_history)) == (4, len(whole.state.log_history))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]

@@ -86,6 +86,18 @@ def test_a_loop_on_a_sharded_model_has_the_numbers_of_one_process(tmp_path, worl
         assert_same(result, expected, f"rank {rank}")
 
 
+def with_a_stock_accelerator(rank, world_size):
+    model = llama()
+    patch_model(model, ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is sharded .*NeuronAccelerator\(parallel_config=...\)"):
+        Accelerator().prepare(model)
+    Accelerator().prepare(llama())
+
+
+def test_a_stock_accelerator_refuses_a_sharded_model_with_the_way_out():
+    run_ranks(with_a_stock_accelerator, 2)
+
+
 def test_degrees_that_do_not_fit_the_world_are_refused_before_anything_starts():
     with pytest.raises(MeshError, match="tensor_parallel_size=2 needs 2 processes"):
         NeuronAccelerator(parallel_config=ParallelConfig(tensor_parallel_size=2))

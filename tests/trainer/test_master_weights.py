@@ -53,6 +53,7 @@ def on_ranks(rank, world_size, directory):
     return trained(directory, rows=2)[::2]
 
 
+@pytest.mark.full
 def test_one_process_trains_as_two_ranks_do_and_resumes_to_the_bit(tmp_path):
     ((losses, masters, weights),) = run_ranks(in_one_process, 1, str(tmp_path / "one"))
     assert set(masters) >= set(weights)

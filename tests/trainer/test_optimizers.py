@@ -162,6 +162,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 def test_optimizers_that_see_whole_parameters_train_on_shards_as_in_one_process(tmp_path, expected):
     world_size, options, rows = LAYOUTS["TP2 x DP2 x ZeRO-1"]
     names = ["Adafactor", "Muon", "adafactor"]
