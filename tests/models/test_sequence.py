@@ -19,7 +19,8 @@ from tests.models.tiny import KeepFloat64, batch, tiny_model
 EXACT = 1e-9
 DECODERS = (
     "llama mistral granite olmo smollm3 gemma gemma2 gemma3_text qwen2 qwen3 cohere stablelm starcoder2 phi phi3 gpt2 "
-    "gpt_bigcode gpt_neo gptj gpt_neox opt bloom falcon olmo2 mixtral qwen3_moe olmoe gpt_oss deepseek_v3"
+    "gpt_bigcode gpt_neo gptj gpt_neox opt bloom falcon olmo2 mixtral qwen3_moe olmoe gpt_oss deepseek_v3 cohere2 "
+    "exaone4 hyperclovax persimmon"
 ).split()
 
 
