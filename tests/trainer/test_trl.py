@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -89,7 +90,9 @@ CASES = {
     "packed": ("SFT", llama, pairs, dict(packing=True, max_length=16)),
     "packed across texts": ("SFT", llama, chats, dict(packing=True, packing_strategy="wrapped", max_length=16)),
     "dft on whole rows": ("SFT", llama, pairs, dict(completion_only_loss=False, loss_type="dft")),
+    "adapters": ("SFT", llama, pairs, dict(adapters=True)),
     "dpo": ("DPO", llama, preferences, dict(beta=0.5)),
+    "dpo of adapters": ("DPO", llama, preferences, dict(beta=0.5, adapters=True)),
     "reward": ("Reward", reward_model, preferences, dict(center_rewards_coefficient=0.1)),
 }
 
@@ -97,6 +100,11 @@ CASES = {
 def run(trainer_class, config_class, directory, case, **own):
     """Four steps and an evaluation: what is logged of each."""
     kind, model, data, options = CASES[case]
+    adapters = options.get("adapters", False)
+    options = {name: value for name, value in options.items() if name != "adapters"}
+    extra = {"ref_model": llama()} if kind == "DPO" else {}
+    if adapters:  # the reference of DPO is the model without them
+        extra = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "o_proj", "up_proj"], task_type="CAUSAL_LM")}
     arguments = config_class(
         **{
             "output_dir": directory,
@@ -121,7 +129,7 @@ def run(trainer_class, config_class, directory, case, **own):
         train_dataset=data(),
         eval_dataset=data(8, 7),
         processing_class=tokenizer(),
-        **({"ref_model": llama()} if kind == "DPO" else {}),
+        **extra,
     )
     trainer.train()
     metrics = [deterministic(log) for log in trainer.state.log_history if "loss" in log]
