@@ -82,13 +82,16 @@ def local_part(parameter):
         (2, dict(expert_parallel_size=2), "neuron"),
         pytest.param(4, dict(context_parallel_size=2), "cpu", marks=pytest.mark.full),
         pytest.param(4, dict(context_parallel_size=2, tensor_parallel_size=2), "neuron", marks=pytest.mark.full),
+        pytest.param(4, dict(context_parallel_size=2, mics_partition_size=2), "cpu", marks=pytest.mark.full),
         pytest.param(4, dict(expert_parallel_size=2), "cpu", marks=pytest.mark.full),
         pytest.param(4, dict(expert_parallel_size=2, pipeline_parallel_size=2), "neuron", marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_a_resumed_run_has_the_same_losses_and_weights_to_the_bit(tmp_path, device, world_size, options):
-    for whole, resumed, same in run_ranks(interrupted, world_size, str(tmp_path), options, device=device):
+    for whole, resumed, same in run_ranks(
+        interrupted, world_size, str(tmp_path), options, device=device, timeout=90 * world_size
+    ):
         assert len(whole) == STEPS
         assert resumed == whole  # the log of the first four steps comes with the checkpoint
         assert same
