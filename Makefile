@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed-$(shell cksum setup.py | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-all conformance check style clean
+.PHONY: help install demo test test-all conformance conformance-trainer check style clean
 
 help:
 	@echo "make demo      fine-tune a model on two simulated NeuronCores and print what the planner says"
 	@echo "make test      the test suite (under 15 minutes on two cores)"
 	@echo "make test-all  the wider matrix"
 	@echo "make conformance  accelerate's own tests on the device; writes docs/conformance.md"
+	@echo "make conformance-trainer SOURCE=DIR  transformers' own Trainer tests, stock and ours; see docs/conformance_trainer.md"
 	@echo "make check     ruff, mypy and the tests"
 	@echo "make style     format the code"
 
@@ -40,6 +41,10 @@ test-all: $(STAMP)
 
 conformance: $(STAMP)
 	$(BIN)/python -m tests.conformance
+
+# SOURCE: a checkout of huggingface/transformers at the tag of the installed version.
+conformance-trainer: $(STAMP)
+	$(BIN)/python -m tests.conformance.trainer $(SOURCE)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from ..errors import MeshError
 from ..parallel import ParallelConfig
 from ..parallel.mesh import world_size
 from ..parallel.schedules import ScheduleName
-from . import refusals
+from . import padding, refusals
 
 
 @dataclass
@@ -106,6 +106,15 @@ class NeuronTrainingArguments(TrainingArguments):
         },
     )
 
+    static_shapes: str = field(
+        default="none",
+        metadata={
+            "help": "To which lengths batches are padded, masked and with ignored labels, so that Neuron compiles few "
+            "shapes: powers_of_two, or numbers of tokens such as 512 or 128,256,512. The rows of a last, short batch "
+            "are filled as well. auto: powers_of_two on NeuronCores; none: batches stay as they are."
+        },
+    )
+
     output_url: ClassVar[str | None] = None
     """The output directory where it was given as a URL of fsspec; `output_dir` is then its copy on this host."""
 
@@ -118,6 +127,8 @@ class NeuronTrainingArguments(TrainingArguments):
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
         check_world_size(self.parallel_config)
+        if self.static_shapes not in ("auto", "none"):
+            padding.parsed(self.static_shapes)
         if self.recompute is not None and (self.activation_checkpointing or self.gradient_checkpointing):
             raise ValueError(
                 f"recompute={self.recompute!r} and transformers' activation_checkpointing=True both choose what is "

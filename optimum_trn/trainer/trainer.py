@@ -32,13 +32,14 @@ from .checkpoints import CheckpointsMixin
 from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
+from .static_shapes import StaticShapesMixin
 from .trials import TrialEnded, pruned_together
 from .trl import TRLMixin
 
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainerMixin(TRLMixin, CheckpointsMixin):
+class NeuronTrainerMixin(TRLMixin, CheckpointsMixin, StaticShapesMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank

@@ -117,7 +117,7 @@ def execute(run: Run, instance: str) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", *run.command, *([] if run.is_script else [f"--junitxml={report}"])]
-        code, output = _call(command, REPOSITORY if run.is_script else source_directory(), environment)
+        code, output = call(command, REPOSITORY if run.is_script else source_directory(), environment)
         if run.is_script:
             return {SCRIPT_TESTS: Outcome("failed" if code else "passed", output[-4000:])}
         if not report.exists():
@@ -125,7 +125,8 @@ def execute(run: Run, instance: str) -> dict[str, Outcome]:
         return read_report(report)
 
 
-def _call(command: list[str], directory: Path, environment: dict[str, str]) -> tuple[int, str]:
+def call(command: list[str], directory: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a command; raises RuntimeError if it hangs, and ends all that it has started."""
     process = subprocess.Popen(
         command,
         cwd=directory,
