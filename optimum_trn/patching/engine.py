@@ -148,7 +148,11 @@ def patch_instance(model: Any, group: RankGroup, actions: Sequence[Action]) -> N
     towers = [path for path, style in actions if isinstance(style, Tower)]
     for path in towers:
         inner = [action for action in actions if action.path.startswith(f"{path}.")]
-        model.get_submodule(path).register_forward_hook(WholeAttentions(group, _head_orders(inner, group.size)))
+        tower: Any = model.get_submodule(path)
+        # A composite may call the two stacks of an encoder-decoder itself, past the model that holds them.
+        is_pair = getattr(getattr(tower, "config", None), "is_encoder_decoder", False)
+        for stack in (tower.get_encoder(), tower.get_decoder()) if is_pair else (tower,):
+            stack.register_forward_hook(WholeAttentions(group, _head_orders(inner, group.size)))
     attentions = None if towers else WholeAttentions(group, _head_orders(actions, group.size))
     model.forward = PatchedForward(model, attentions, sequence_of(actions, group))
     stock_loss = model.loss_function
