@@ -72,6 +72,7 @@ def outcomes_of(directory: Path, name: str, instance: str | None) -> dict[str, O
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     if instance is not None:
         environment |= {"OPTIMUM_TRN_AUTOLOAD": "1", "OPTIMUM_TRN_INSTANCE": instance}
+        environment["TRANSFORMERS_TEST_DEVICE"] = "neuron"
         # Their tests are a package named tests, which pytest puts first: the plugin can't be a module of ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
     plugin = [] if instance is None else ["-p", "own_trainer"]
