@@ -83,6 +83,13 @@ REFUSALS = (
         "tpu_metrics_debug reports on XLA devices, which NeuronCores are not here.",
     ),
     Refusal(
+        "debug",
+        'if it names "underflow_overflow", with pipeline_parallel_size above 1',
+        lambda args: "underflow_overflow" in str(args.debug) and args.pipeline_parallel_size > 1,
+        "its hooks expect the forward of a whole model, which no stage of a pipeline has. Look for overflows with "
+        "pipeline_parallel_size=1, at any tensor_parallel_size.",
+    ),
+    Refusal(
         "predict_with_generate",
         "with pipeline_parallel_size above 1",
         lambda args: args.pipeline_parallel_size > 1,

@@ -55,6 +55,12 @@ def test_what_cannot_be_honoured_is_refused_with_a_reason(tmp_path, monkeypatch,
     assert f"{name}={value!r} is refused: " in str(error.value)
 
 
+def test_overflows_are_not_looked_for_in_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="no stage of a pipeline has"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), debug="underflow_overflow", pipeline_parallel_size=2)
+
+
 def test_every_refusal_has_a_case():
     elsewhere = {"predict_with_generate"}  # test_seq2seq.py
     assert {refusal.argument for refusal in REFUSALS} == {name for name, _, _ in REFUSED} | elsewhere
