@@ -1,6 +1,7 @@
 // Collectives over NeuronLink.
 #include "neuronlink.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -113,6 +114,7 @@ void Link::post_what_fits() {
 
 void Link::write_post(const Pending& pending) {
   const Collective& c = pending.collective;
+  status(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   Post& mine = post(rank_, pending.number);
   mine.kind = static_cast<uint32_t>(c.kind);
   mine.op = static_cast<uint32_t>(c.op);
@@ -134,6 +136,14 @@ void Link::fail() {
 bool Link::idle() {
   std::lock_guard<std::mutex> lock(mutex_);
   return queue_.empty() && transfers_.empty();
+}
+
+bool Link::shares_core() const {
+  const int core = sched_getcpu();
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && status(r).core.load(std::memory_order_relaxed) == core) return true;
+  }
+  return false;
 }
 
 // ------------------------------------------------------------------------------------------------------------ advancing
@@ -171,6 +181,7 @@ bool Link::advance_collectives(Progress::Outcomes& outcomes, Clock::time_point n
       if (problem.empty()) {
         perform(*head);
         head->performed = moved = true;
+        status(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
         status(rank_).done.store(head->number, std::memory_order_release);
         ring_all();
       }

@@ -61,6 +61,8 @@ class Link : public std::enable_shared_from_this<Link> {
   // For Progress: move what can be moved now; whether anything did.
   bool advance(Progress::Outcomes& outcomes, Clock::time_point now);
   bool idle();
+  // Whether a peer last ran on the very core of the host that this thread runs on: it cannot go on while this one spins.
+  bool shares_core() const;
   std::atomic<bool> watched{false};
 
  private:

@@ -15,6 +15,7 @@ struct alignas(64) Link::Status {
   std::atomic<uint64_t> posted;  // this rank's posts up to this number can be read
   std::atomic<uint64_t> done;    // this rank has done its share of the collectives up to this number
   std::atomic<uint32_t> failed;  // it will do nothing more
+  std::atomic<int32_t> core;     // of the host, that it last ran on
 };
 
 // Bytes from the start of the HBM of the rank that posts them.

@@ -62,7 +62,7 @@ void Progress::watch(const std::shared_ptr<Link>& link, bool background) {
 
 bool Progress::sweep() {
   Outcomes outcomes;
-  bool moved = false;
+  bool moved = false, crowded = false;
   {
     std::lock_guard<std::mutex> driving(driving_);
     if (any_arrived_) {
@@ -74,7 +74,10 @@ bool Progress::sweep() {
     const auto now = std::chrono::steady_clock::now();
     for (auto& link : links_) {
       moved = link->advance(outcomes, now) || moved;
-      if (!link->idle()) continue;
+      if (!link->idle()) {
+        crowded = crowded || link->shares_core();
+        continue;
+      }
       link->watched = false;
       // Something may have been submitted in between; then it is watched again, here or by who submitted it.
       if (link->idle() || link->watched.exchange(true)) {
@@ -83,6 +86,7 @@ bool Progress::sweep() {
       }
     }
     std::erase(links_, nullptr);
+    crowded_ = crowded;
   }
   for (auto& outcome : outcomes) outcome();
   return moved;
@@ -99,16 +103,16 @@ void Progress::drive(const std::function<bool()>& done, const std::function<void
       }
     }
   } waiting(*this);
-  const auto spin = Link::largest_group() > cores() ? Link::Clock::duration::zero() : kSpin;
+  const bool oversubscribed = Link::largest_group() > cores();
   auto moved = Link::Clock::now();
   for (int yields = 0; !done();) {
     const uint32_t seen = own_bell().rings.load(std::memory_order_seq_cst);
     if (sweep()) {
       yields = 0;
       moved = Link::Clock::now();
-    } else if (Link::Clock::now() - moved < spin) {
+    } else if (!oversubscribed && !crowded_ && Link::Clock::now() - moved < kSpin) {
       relax();
-    } else if (++yields <= kYields) {
+    } else if (oversubscribed && ++yields <= kYields) {
       sched_yield();
     } else if (!done()) {
       sleep_until_rung(own_bell(), seen, kSleep);

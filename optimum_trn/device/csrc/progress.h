@@ -28,7 +28,7 @@ class Progress {
 
  private:
   Progress() = default;
-  bool sweep();
+  bool sweep();  // whether anything moved; sets crowded_
   void run();
 
   std::mutex driving_;  // held while links advance
@@ -39,6 +39,7 @@ class Progress {
   std::atomic<size_t> watched_{0};
   std::atomic<int> waiters_{0};
   std::atomic<bool> any_arrived_{false};
+  std::atomic<bool> crowded_{false};  // a peer waits for this thread's core of the host
   bool started_ = false, stopping_ = false, stopped_ = false;
   int process_ = 0;
 };
