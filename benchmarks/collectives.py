@@ -100,7 +100,7 @@ def measure(rank: int, world_size: int, port: int, results: "multiprocessing.Sim
     lines = []
     for name, size in CASES:
         linked, carried = seconds(
-            [call(name, size, "neuron", world), call(name, size, "cpu", gloo)], 15, 20 if size < 4 * MIB else 5
+            [call(name, size, "neuron", world), call(name, size, "cpu", gloo)], 15, 100 if size < 4 * MIB else 5
         )
         ratio = statistics.median(carried) / statistics.median(linked)
         low, high = quartiles([b / a for a, b in zip(linked, carried, strict=True)])
