@@ -39,7 +39,8 @@ def main() -> None:
     topology = launched_topology(world_size)
     summary = placement_summary(trainer.parallel_config, topology)
     if dist.get_rank() == 0:
-        print("RESULT", json.dumps({"losses": losses, "nodes": topology.nodes, "placement": summary}), flush=True)
+        result = json.dumps({"losses": losses, "nodes": topology.nodes, "placement": summary})
+        print(f"RESULT {result}\n", end="", flush=True)  # in one piece: all ranks write to the same pipe
     dist.barrier()
     dist.destroy_process_group()
 

@@ -29,6 +29,7 @@ PACKAGE = "torch_neuronx"
 TRAINER = "transformers.trainer"
 ACCELERATOR = "accelerate.accelerator"
 ACCELERATOR_STATE = "accelerate.state"
+ACCELERATOR_IS_DEFINED = "accelerate.launchers"  # what accelerate imports next
 ACCELERATE_CHECKS = "accelerate.utils.imports"
 MODELS = "transformers.modeling_utils"
 PATCH = "_optimum_trn_patch"
@@ -262,6 +263,9 @@ def _refuse_mixed_precision_the_core_has_not(state_module: ModuleType) -> None:
 
 def _refuse_models_that_processes_share(accelerator_module: ModuleType) -> None:
     """A stock Accelerator takes every process for a data-parallel one: rank 0's shards would overwrite the others'."""
+    if "Accelerator" not in accelerator_module.__dict__:  # its own import of torch is what loads this package
+        _after_import(ACCELERATOR_IS_DEFINED, lambda _: _refuse_models_that_processes_share(accelerator_module))
+        return
     accelerator = accelerator_module.__dict__["Accelerator"]
     prepare = accelerator.prepare_model
 

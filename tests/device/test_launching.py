@@ -17,7 +17,8 @@ from tests.distributed import run_ranks
 REPORT = """
 from accelerate import Accelerator
 accelerator = Accelerator()
-print("REPORT", accelerator.device, accelerator.num_processes, accelerator.distributed_type.value, flush=True)
+words = ["REPORT", accelerator.device, accelerator.num_processes, accelerator.distributed_type.value]
+print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # in one piece: two processes write to the same pipe
 if accelerator.num_processes > 1:
     import torch.distributed
     torch.distributed.destroy_process_group()
@@ -117,6 +118,7 @@ def interrupted(rank, world_size):
     tensor = torch.ones(1, device="neuron")
     outcome = "joined"
     if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             dist.all_reduce(tensor)
