@@ -1,4 +1,5 @@
 // Point-to-point transfers over NeuronLink: the sender posts where the data lies, the receiver copies it out.
+#include <algorithm>
 #include <cstring>
 
 #include "neuronlink.h"
@@ -24,6 +25,7 @@ void Link::receive(at::Tensor data, int from, int tag, Clock::time_point deadlin
 
 bool Link::advance_transfers(Progress::Outcomes& outcomes, Clock::time_point now) {
   bool moved = false;
+  std::vector<const Transfer*> unmatched;  // receives of this pass
   std::unique_lock<std::mutex> lock(mutex_);
   // Only the thread that advances takes transfers out, so the iterators stay good while it is unlocked.
   for (auto it = transfers_.begin(); it != transfers_.end();) {
@@ -32,7 +34,17 @@ bool Link::advance_transfers(Progress::Outcomes& outcomes, Clock::time_point now
     std::string problem;
     int source = transfer.peer;
     const bool posted = transfer.message != nullptr;
-    bool finished = transfer.sends ? advance_send(transfer, problem) : advance_receive(transfer, problem, source);
+    // A message that arrives during this pass belongs to the first receive that it fits, which may just have looked in vain.
+    const bool preceded = std::any_of(unmatched.begin(), unmatched.end(), [&](const Transfer* earlier) {
+      return earlier->tag == transfer.tag && (earlier->peer == transfer.peer || earlier->peer < 0 || transfer.peer < 0);
+    });
+    bool finished = false;
+    if (transfer.sends) {
+      finished = advance_send(transfer, problem);
+    } else if (!preceded) {
+      finished = advance_receive(transfer, problem, source);
+    }
+    if (!transfer.sends && !finished) unmatched.push_back(&transfer);
     moved = moved || finished || posted != (transfer.message != nullptr);
     if (!finished) {
       problem = lost([&](int r) { return transfer.peer < 0 || r == transfer.peer; }, transfer.deadline, now);
@@ -72,13 +84,17 @@ bool Link::advance_send(Transfer& transfer, std::string& problem) {
 
 bool Link::advance_receive(Transfer& transfer, std::string& problem, int& source) {
   Message* earliest = nullptr;
-  for (int from = 0; from < size_ && !earliest; ++from) {
-    if (from == rank_ || (transfer.peer >= 0 && from != transfer.peer)) continue;
-    for (Message* message = messages(from, rank_); message != messages(from, rank_) + kMessages; ++message) {
-      if (message->state.load(std::memory_order_acquire) != Message::kPosted || message->tag != transfer.tag) continue;
-      if (!earliest || message->number < earliest->number) earliest = message;
+  // A message may be posted to a place that was looked at already, before one that is found further on. Messages are posted in
+  // order: once one has been seen, a second look finds all that came before it.
+  for (int look = 0; look == 0 || (look == 1 && earliest); ++look) {
+    for (int from = 0; from < size_; ++from) {
+      if (from == rank_ || (transfer.peer >= 0 && from != transfer.peer) || (earliest && from != source)) continue;
+      for (Message* message = messages(from, rank_); message != messages(from, rank_) + kMessages; ++message) {
+        if (message->state.load(std::memory_order_acquire) != Message::kPosted || message->tag != transfer.tag) continue;
+        if (!earliest || message->number < earliest->number) earliest = message;
+        source = from;
+      }
     }
-    source = from;
   }
   if (!earliest) return false;
   const Piece piece = earliest->piece;
