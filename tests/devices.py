@@ -2,11 +2,14 @@
 
 import os
 
+import pytest
 import torch
 
 from optimum_trn.device.build import load_extension
 
 DEVICES = ["cpu", "neuron"]
+# For what sits above layers and collectives, whose own tests run on both.
+NEURON_FIRST = ["neuron", pytest.param("cpu", marks=pytest.mark.full)]
 
 
 def local_device() -> torch.device:

@@ -12,7 +12,7 @@ from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import state_of
 from tests.checkpoint.stock_files import saved
-from tests.devices import DEVICES, local_device
+from tests.devices import NEURON_FIRST, local_device
 from tests.distributed import run_ranks
 from tests.models.tiny import SIZES, batch
 
@@ -42,7 +42,7 @@ def in_one_process(rank, world_size, directory):
         assert torch.allclose(loss.cpu(), expected(**rows).loss)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_one_process_gets_the_stock_model_on_its_device(tmp_path, device):
     saved(tmp_path, tie_word_embeddings=True)
     run_ranks(in_one_process, 1, str(tmp_path), device=device)

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from optimum_trn.patching import supported_models
+from tests.devices import NEURON_FIRST
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,7 +28,7 @@ dataset = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (16
 """
 
 
-@pytest.mark.parametrize("device", ["neuron", "cpu"])
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_the_script_runs_as_it_stands_under_torchrun(tmp_path, device):
     config = LlamaConfig(
         hidden_size=16,

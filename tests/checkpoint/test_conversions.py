@@ -35,7 +35,7 @@ def load_and_save_all(rank, world_size, directory):
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_experts_are_merged_slice_by_slice_and_saved_one_by_one_as_transformers_does(size, tmp_path):
     """Three ranks divide neither the intermediate width of the experts nor the heads."""
     for model_type in MIXTURES:

@@ -13,7 +13,7 @@ from optimum_trn.checkpoint import slices, stock
 from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from tests.checkpoint.stock_files import saved
-from tests.devices import DEVICES
+from tests.devices import NEURON_FIRST
 from tests.distributed import REPOSITORY, run_ranks
 
 
@@ -28,7 +28,7 @@ def messages(rank, world_size, cases):
     return said
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device):
     good = tmp_path / "good"
     saved(good)
@@ -85,7 +85,7 @@ def one_rank_cannot_read(rank, world_size, directory):
     return type(error.value).__name__, str(error.value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_what_fails_on_one_rank_fails_on_all_of_them(tmp_path, device):
     saved(tmp_path)
     kinds, texts = zip(*run_ranks(one_rank_cannot_read, 4, str(tmp_path), device=device), strict=True)

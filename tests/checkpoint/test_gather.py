@@ -5,7 +5,7 @@ import torch
 
 from optimum_trn.checkpoint import gather
 from optimum_trn.parallel import ParallelConfig, Piece, Placement
-from tests.devices import DEVICES, local_device
+from tests.devices import NEURON_FIRST, local_device
 from tests.distributed import run_ranks
 
 FULL = torch.arange(7 * 12.0).reshape(7, 12)
@@ -40,7 +40,7 @@ def gathered(rank, world_size):
     return results
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_the_first_rank_gets_the_whole_tensor_in_bounded_blocks(device):
     results = run_ranks(gathered, 2, device=device)[0]
     assert results.keys() == PLACEMENTS.keys()

@@ -9,7 +9,7 @@ from optimum_trn.modeling import NeuronModel, NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import state_of
 from tests.checkpoint.stock_files import differences, saved, whole_tensors
-from tests.devices import DEVICES
+from tests.devices import NEURON_FIRST
 from tests.distributed import run_ranks
 from tests.models.families import tiny_config
 from tests.models.tiny import SIZES
@@ -70,7 +70,7 @@ def drop_some(tensors):
     tensors["another"] = torch.zeros(3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("world_size, size", LAYOUTS)
 def test_tensors_reports_and_generator_are_those_of_transformers_at_every_layout(tmp_path, world_size, size, device):
     saved(tmp_path / "llama")
@@ -188,7 +188,7 @@ def build(model_type, tied, dtype, from_config):
     return whole_tensors(model), torch.rand(1).item(), model.training
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("world_size, size", LAYOUTS)
 def test_from_config_draws_the_weights_of_one_process_at_every_layout(world_size, size, device):
     for results in run_ranks(build_all, world_size, size, device=device):

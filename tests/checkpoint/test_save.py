@@ -15,7 +15,7 @@ from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import patch_model
 from tests.checkpoint.stock_files import saved
-from tests.devices import DEVICES
+from tests.devices import NEURON_FIRST
 from tests.distributed import run_ranks
 from tests.models.tiny import tiny_model
 
@@ -30,7 +30,7 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("world_size, size", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("max_shard_size", ["50GB", "30KB"])
 def test_every_byte_is_as_transformers_writes_it(tmp_path, max_shard_size, world_size, size, device):
@@ -118,7 +118,7 @@ def save_on_a_full_disk(rank, world_size, source, target):
     return str(error.value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_old_files(tmp_path, device):
     saved(tmp_path / "first")
     first, second = run_ranks(save_on_a_full_disk, 2, str(tmp_path / "first"), str(tmp_path / "target"), device=device)

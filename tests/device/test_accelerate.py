@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
@@ -27,13 +27,6 @@ TINY = dict(
     vocab_size=96,
     max_position_embeddings=64,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def tiny_llama(**changes):

@@ -29,6 +29,7 @@ def check(directory: Path, result: subprocess.CompletedProcess, accuracy: float)
     assert summary["accuracy_after"] > accuracy, summary
 
 
+@pytest.mark.full
 def test_two_cores_learn_from_scratch_which_package_a_docstring_is_from(tmp_path):
     check(tmp_path, launch(tmp_path, "--tensor_parallel_size", "2", "--num_train_epochs", "4"), accuracy=0.3)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 2048

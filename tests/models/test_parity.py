@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
 from optimum_trn.parallel.linear import RowParallelLinear
-from tests.devices import DEVICES, FLOAT64
+from tests.devices import DEVICES, FLOAT64, NEURON_FIRST
 from tests.distributed import run_ranks
 from tests.models.families import tiny_class
 from tests.models.parity import deviation
@@ -56,7 +56,7 @@ def test_every_decoder_family_trains_as_in_one_process_over_many_steps(model_typ
         assert not result.unequal_replicas
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("model_type, variant", [(family, name) for family, vs in VARIANTS.items() for name in vs])
 def test_every_switch_of_a_family_keeps_parity(model_type, variant, device):
     for result in run_ranks(
@@ -66,7 +66,7 @@ def test_every_switch_of_a_family_keeps_parity(model_type, variant, device):
         assert not result.unequal_replicas
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_float32_agrees_to_its_rounding(model_type, device):
     for result in run_ranks(trained, 2, model_type, 2, dtype=torch.float32, device=device, environment=FLOAT64):
@@ -75,7 +75,7 @@ def test_float32_agrees_to_its_rounding(model_type, device):
         assert not result.unequal_replicas
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bfloat16_loss_is_within_two_percent(model_type, device):
     for result in run_ranks(
@@ -90,7 +90,7 @@ def recompute(model):
     model.gradient_checkpointing_enable(dict(use_reentrant=False, context_fn=lambda: (nullcontext(), KeepFloat64())))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_recomputed_activations_give_the_same_gradients(device):
     for result in run_ranks(
         trained, 2, "qwen3", 2, steps=2, after_patching=recompute, device=device, environment=FLOAT64

@@ -15,7 +15,7 @@ from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.patching import patch_model, register_plan, state_of, supported_models, unpatch_model
 from optimum_trn.patching.blocks import Attention
 from optimum_trn.patching.plan import ModelPlan
-from tests.devices import DEVICES, FLOAT64, local_device
+from tests.devices import FLOAT64, NEURON_FIRST, local_device
 from tests.distributed import run_ranks
 from tests.models.tiny import SIZES, KeepFloat64, batch, randomise, tiny_model
 
@@ -89,7 +89,7 @@ def round_trip(rank, world_size, overrides):
 
 
 @pytest.mark.parametrize("overrides", [{}, dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_unpatching_restores_the_stock_model_bit_by_bit(overrides, device):
     run_ranks(round_trip, 2, overrides, device=device, environment=FLOAT64)
 
@@ -126,7 +126,7 @@ def copies(rank, world_size):
     assert torch.equal(patched(**rows).loss, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_a_patched_model_can_be_copied_and_pickled(device):
     run_ranks(copies, 2, device=device, environment=FLOAT64)
 
@@ -151,7 +151,7 @@ def evaluation(rank, world_size):
     assert len(pair) == len(stock(**rows, return_dict=False))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_evaluation_gives_whole_logits_hidden_states_and_attentions(device):
     run_ranks(evaluation, 2, device=device, environment=FLOAT64)
 
@@ -172,7 +172,7 @@ def own_loss(rank, world_size):
             close(unshard_from_group(grad, state.placements[name], state.tp_group), parameter.grad, 1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_a_loss_of_ones_own_sees_whole_logits_in_training_and_gives_right_gradients(device):
     run_ranks(own_loss, 2, device=device, environment=FLOAT64)
 
@@ -216,7 +216,7 @@ def generation(rank, world_size, options):
     ],
     ids=["greedy", "beam", "no cache", "static cache"],
 )
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_generation_gives_the_same_tokens(options, device):
     run_ranks(generation, 2, options, device=device)
 
@@ -238,7 +238,7 @@ def classification(rank, world_size):
     close(patched.model.norm.weight.grad, stock.model.norm.weight.grad, 1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_the_same_plan_serves_a_classifier(device):
     run_ranks(classification, 2, device=device)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.patching import patch_model, state_of, unpatch_model
-from tests.devices import DEVICES, local_device
+from tests.devices import NEURON_FIRST, local_device
 from tests.distributed import run_ranks
 from tests.models.families import class_batch, tiny_class
 from tests.models.proof import main_kind
@@ -68,7 +68,7 @@ def masks(rank, world_size, sequence_parallel):
     assert all("forward" not in module.__dict__ and not module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_masks_are_common_where_activations_are_and_own_where_they_are_sharded(sequence_parallel, device):
     run_ranks(masks, 2, sequence_parallel, device=device)

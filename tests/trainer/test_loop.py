@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from optimum_trn.errors import MeshError
@@ -13,13 +12,6 @@ from optimum_trn.trainer.loop import NeuronAccelerator
 from tests.distributed import run_ranks
 from tests.trainer.scenario import llama, rows
 from tests.trainer.test_features import assert_same
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def loop(accelerator, model, batch_size, directory):

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
+from tests.devices import DEVICES, NEURON_FIRST
 from tests.distributed import run_ranks
 from tests.trainer import scenario
 
 MESHES = {"tp2": (2, 2), "dp2": (2, 1), "tp2 x dp2": (4, 2)}
-DEVICES = ["neuron", "cpu"]
 
 
 def sharded(rank, world_size, directory, tensor_parallel_size, options):
@@ -129,7 +129,7 @@ def test_options_on_tensor_and_data_parallel_ranks(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 def test_tokens_averaged_per_rank_are_those_of_stock_data_parallel_ranks(tmp_path, device):
     """average_tokens_across_devices=False: transformers' own tensor parallelism divides by the wrong number here."""
     # The stock Trainer forgets to wrap a model in DistributedDataParallel that it has evaluated before.

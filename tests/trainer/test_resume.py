@@ -10,7 +10,6 @@ import torch
 
 from optimum_trn.errors import CheckpointError
 from optimum_trn.trainer import NeuronTrainer, NeuronTrainingArguments
-from tests.devices import DEVICES
 from tests.distributed import run_ranks
 from tests.models.families import tiny_class
 from tests.trainer import scenario
@@ -72,10 +71,12 @@ def local_part(parameter):
 @pytest.mark.parametrize(
     ("world_size", "options", "device"),
     [
-        *((2, dict(tensor_parallel_size=2), device) for device in DEVICES),
+        (2, dict(tensor_parallel_size=2), "neuron"),
+        pytest.param(2, dict(tensor_parallel_size=2), "cpu", marks=pytest.mark.full),
         (2, dict(tensor_parallel_size=1), "neuron"),
         pytest.param(2, dict(tensor_parallel_size=1), "cpu", marks=pytest.mark.full),
-        *((4, dict(tensor_parallel_size=2), device) for device in DEVICES),
+        (4, dict(tensor_parallel_size=2), "neuron"),
+        pytest.param(4, dict(tensor_parallel_size=2), "cpu", marks=pytest.mark.full),
         pytest.param(2, dict(tensor_parallel_size=1, mics_partition_size=2), "cpu", marks=pytest.mark.full),
         (4, dict(tensor_parallel_size=2, mics_partition_size=2), "neuron"),
         (2, dict(context_parallel_size=2), "neuron"),

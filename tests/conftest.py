@@ -1,0 +1,11 @@
+"""What every test starts with: no state of accelerate that another one left."""
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
