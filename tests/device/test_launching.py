@@ -136,7 +136,7 @@ def test_control_c_ends_a_wait_for_other_ranks():
     assert run_ranks(interrupted, 2) == [("interrupted", 2.0), ("joined", 2.0)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_stopping_the_launcher_ends_every_rank(tmp_path, number):
     script = tmp_path / "stuck.py"
     script.write_text(

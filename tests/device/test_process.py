@@ -156,7 +156,7 @@ def test_nothing_is_left_behind_after_kill():
     assert set(os.listdir("/dev/shm")) - before == set()
 
 
-@pytest.mark.parametrize("model", ["llama", "gelu"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gelu", marks=pytest.mark.full)])
 def test_training_under_malloc_check(model):
     done = script(
         f"""
