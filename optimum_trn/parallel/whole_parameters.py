@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from optimum_trn.parallel.collectives import unshard_from_group
 from optimum_trn.parallel.mics import copy_whole, whole
 from optimum_trn.parallel.sharding import Placement
+from optimum_trn.parallel.wrapped_optimizer import WrappedOptimizer
 
 
 class Shards(NamedTuple):
@@ -83,7 +84,7 @@ class CutParameter:
         return tensor if self.shards is None else unshard_from_group(tensor, self.shards.placement, self.shards.group)
 
 
-class WholeParameters(torch.optim.Optimizer):
+class WholeParameters(WrappedOptimizer):
     """Wraps an optimizer whose parameters are shards: each is updated whole, on one of the ranks that share it.
 
     `shards` says by the `id` of a parameter how it lies. What is not in it is whole, unless it is a DTensor, which
@@ -93,7 +94,6 @@ class WholeParameters(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Mapping[int, Shards]) -> None:
-        # Not Optimizer.__init__: groups, states and defaults are those of the wrapped one.
         self.optimizer = optimizer
         self.cut: list[CutParameter] = []
         owned: dict[Any, list[int]] = {}
@@ -151,31 +151,6 @@ class WholeParameters(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: who updates what is settled when the optimizer is prepared."""
         raise ValueError("Parameters can't be added to an optimizer of a sharded model: add them before training.")
-
-    # ---- What belongs to the wrapped optimizer ----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups: what this rank updates."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The states of what this rank updates."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while it is being built or unpickled
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of what this rank updates."""

@@ -30,11 +30,12 @@ from optimum_trn.parallel.buckets import (
 )
 from optimum_trn.parallel.gradients import Scattered
 from optimum_trn.parallel.granularity import Granularity, granularity_of
+from optimum_trn.parallel.wrapped_optimizer import WrappedOptimizer
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class Zero1Optimizer(torch.optim.Optimizer):
+class Zero1Optimizer(WrappedOptimizer):
     """Wraps an optimizer, whose parameters become this rank's parts of the model's; its groups and options stay.
 
     An optimizer that works element by element gets equal runs of the concatenated parameters, so that its states take
@@ -62,7 +63,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         others: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup]] = (),
     ) -> None:
-        # Not Optimizer.__init__: groups, states and defaults are those of the wrapped one.
         self.optimizer = optimizer
         self.parameters = {**parameters, **{name: p for more, _ in others for name, p in more.items()}}
         families = [(parameters, group), *others]
@@ -192,31 +192,6 @@ class Zero1Optimizer(torch.optim.Optimizer):
             part.grad = None
         for parameter in self.parameters.values():
             parameter.grad = None
-
-    # ---- What belongs to the wrapped optimizer ----------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups; their parameters are this rank's parts."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The states of this rank's parts."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while it is being built or unpickled
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the parameters are shared out when the optimizer is prepared."""
