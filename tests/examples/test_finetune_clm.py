@@ -40,16 +40,12 @@ def test_two_cores_train_from_scratch_then_fine_tune_a_text_file(tmp_path):
     assert third.returncode == 0, third.stderr[-3000:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cores", "options", "error"),
     [
         (1, ["--tensor_parallel_size", "2"], "MeshError: tensor_parallel_size=2 needs 2 processes"),
-        pytest.param(
-            2,
-            ["--tensor_parallel_size", "3"],
-            "MeshError: tensor_parallel_size 3 does not divide the world size 2",
-            marks=pytest.mark.full,
-        ),
+        (2, ["--tensor_parallel_size", "3"], "MeshError: tensor_parallel_size 3 does not divide the world size 2"),
     ],
 )
 def test_a_wrong_world_size_is_one_paragraph_and_an_exit_code(tmp_path, cores, options, error):

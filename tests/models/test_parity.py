@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from optimum_trn.parallel.collectives import copy_to_group, reduce_from_group
 from optimum_trn.parallel.linear import RowParallelLinear
-from tests.devices import DEVICES, FLOAT64, NEURON_FIRST
+from tests.devices import FLOAT64, NEURON_FIRST
 from tests.distributed import run_ranks
 from tests.models.families import tiny_class
 from tests.models.parity import deviation
@@ -32,7 +32,7 @@ def trained(rank, world_size, model_type, tensor_parallel_size, overrides=None, 
     return deviation(tiny_model(model_type, dtype, **(overrides or {})), tensor_parallel_size, **options)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", NEURON_FIRST)
 @pytest.mark.parametrize("world_size, tensor_parallel_size", LAYOUTS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_losses_gradients_norm_and_weights_equal_those_of_one_process(
