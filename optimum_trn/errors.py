@@ -19,5 +19,13 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or damaged."""
 
 
+class StoreError(ValueError):
+    """A store refuses what it was asked, or does not understand it."""
+
+
+class MissingError(StoreError):
+    """A store does not have, or no longer has, what it was asked for."""
+
+
 class NeuronOutOfMemoryError(torch.OutOfMemoryError):
     """A simulated NeuronCore, or the host behind it, has no memory left for a request."""

@@ -1,7 +1,10 @@
-"""Stores of the files of a checkpoint, as chunks with checksums that many ranks put and any rank can get."""
+"""Stores of the files of checkpoints and models: in a directory, in memory, or in that of another process or host."""
 
 from .chunk import Chunk, ChunkStore, Extent
+from .client import StoreClient
 from .directory import DirectoryStore
 from .memory import MemoryStore
+from .server import StoreServer
+from .shelf import Shelf
 
-__all__ = ["Chunk", "ChunkStore", "DirectoryStore", "Extent", "MemoryStore"]
+__all__ = ["Chunk", "ChunkStore", "DirectoryStore", "Extent", "MemoryStore", "Shelf", "StoreClient", "StoreServer"]
