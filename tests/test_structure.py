@@ -19,6 +19,7 @@ LAYERS = [
     "modeling",
     "trainer",
     "planning",
+    "elastic",
     "cli",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
