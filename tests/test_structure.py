@@ -20,6 +20,7 @@ LAYERS = [
     "trainer",
     "planning",
     "elastic",
+    "pool",
     "cli",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -86,14 +86,31 @@ class StoreClient:
     def read_into(
         self, ranges: Sequence[Range], buffers: Sequence[memoryview], arrived: Callable[[int], None] | None = None
     ) -> None:
-        """Read ranges into writable buffers of the same lengths; `arrived` is told the bytes as they come.
+        """Read ranges into writable buffers of the same lengths; `arrived` is told the bytes as they come."""
+        for _ in self.read_batches([(ranges, buffers)], arrived):
+            pass
 
-        Several requests are under way at the same time where one would be too large.
+    def read_batches(
+        self,
+        batches: Sequence[tuple[Sequence[Range], Sequence[memoryview]]],
+        arrived: Callable[[int], None] | None = None,
+    ) -> Iterator[int]:
+        """Read batches of ranges into their buffers, one after the other; yields the number of each that is there.
+
+        The next request is under way while one is answered.
         """
-        requests = list(_requests(ranges, buffers))
-        for batch, _ in requests[:2]:
-            self._send(Operation.READ, {"ranges": batch})
-        for index, (_, into) in enumerate(requests):
+        requests = [
+            (number, some, into)
+            for number, (ranges, buffers) in enumerate(batches)
+            for some, into in _requests(ranges, buffers)
+        ]
+        for _, some, _ in requests[:2]:
+            self._send(Operation.READ, {"ranges": some})
+        done = 0
+        for index, (number, _, into) in enumerate(requests):
+            while done < number:
+                yield done
+                done += 1
             header, _ = self._receive_header()
             if header.payload_size != sum(map(len, into)):
                 raise self._broken(f"it answers with {header.payload_size} bytes")
@@ -101,7 +118,8 @@ class StoreClient:
                 self._receive(buffer, arrived)
             self._check(header, into)
             if index + 2 < len(requests):
-                self._send(Operation.READ, {"ranges": requests[index + 2][0]})
+                self._send(Operation.READ, {"ranges": requests[index + 2][1]})
+        yield from range(done, len(batches))
 
     def size(self, name: str) -> int:
         """The bytes of an object."""

@@ -1,0 +1,56 @@
+"""The groups that layers are moved in: as good as trying all partitions."""
+
+import itertools
+import random
+
+import pytest
+
+from optimum_trn.pool.grouping import Layer, Stages, equal_groups, plan_groups, progress
+
+
+def grouped(layers, counts):
+    ends = list(itertools.accumulate(counts))
+    parts = [layers[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [Layer(sum(one.size for one in part), sum(one.compute for one in part)) for part in parts]
+
+
+def best_of_all_partitions(layers, stages):
+    def partitions(count):
+        for cuts in itertools.product((False, True), repeat=count - 1):
+            ends = [index + 1 for index, cut in enumerate(cuts) if cut] + [count]
+            yield [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    return min(progress(grouped(layers, counts), stages).compute for counts in partitions(len(layers)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_plan_is_as_good_as_the_best_of_all_partitions(seed):
+    random_ = random.Random(seed)
+    layers = [
+        Layer(random_.choice([0.0, random_.uniform(1, 50)]), random_.uniform(0, 5))
+        for _ in range(random_.randint(1, 10))
+    ]
+    stages = Stages(random_.uniform(1, 20), random_.uniform(1, 20), random_.uniform(0, 3), random_.uniform(0, 3))
+    counts = plan_groups(layers, stages)
+    assert sum(counts) == len(layers) and min(counts) > 0
+    planned = progress(grouped(layers, counts), stages).compute
+    assert planned == pytest.approx(best_of_all_partitions(layers, stages), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "count, milliseconds", [(1, 69.3), (2, 49.7), (4, 39.9), (8, 35.0), (16, 32.5), (64, 30.7), (500, 44.3)]
+)
+def test_equal_groups_of_a_model_of_240_mb_have_the_published_times(count, milliseconds):
+    stages = Stages(100e9 / 8, 12e9, network_latency=50e-6)
+    time = progress(equal_groups(Layer(240e6, 30e-3), count), stages).compute
+    assert time * 1e3 == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_the_first_group_is_the_smallest_where_layers_are_alike():
+    layers = [Layer(240e6 / 48, 30e-3 / 48)] * 48
+    stages = Stages(100e9 / 8, 12e9, network_latency=50e-6)
+    counts = plan_groups(layers, stages)
+    assert counts[0] == 1
+    planned = progress(grouped(layers, counts), stages).compute
+    assert planned <= min(progress(equal_groups(Layer(240e6, 30e-3), n), stages).compute for n in (1, 2, 4, 8, 16, 48))
+    assert planned <= 1.03 * 30e-3
