@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from optimum_trn.cli import consolidate, env, plan
+from optimum_trn.cli import consolidate, env, launch, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -15,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     env.add_to(commands)
     consolidate.add_to(commands)
     plan.add_to(commands)
+    launch.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
