@@ -1,8 +1,8 @@
-"""What one core does between two cuts of its graph: one schema, which the recorder fills on the device and the trace on fakes.
+"""What one core does between two cuts of its graph: one schema, for the device's recorder and for the trace on fakes.
 
 An operator is what the dispatcher hands to a kernel of the device, by its name in torch's schema with the overload
-("aten::mm", "aten::add.Tensor"). Neither views nor bare allocations are operators, nor what a kernel calls itself, so that
-it does not matter who looks: a producer above the dispatcher takes composite operators apart first.
+("aten::mm", "aten::add.Tensor"). Neither views nor bare allocations are operators, nor what a kernel calls itself, so
+that it does not matter who looks: a producer above the dispatcher takes composite operators apart first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 Scalar = bool | int | float | str | None
 
 CutReason = Literal["step", "scalar", "copy to host", "copy from host", "print"]
-"""Why a graph ends: the step is over, a scalar was read (`.item()`), a tensor left the core or came to it, was printed."""
+"""Why a graph ends: the step is over, a scalar is read (`.item()`), a tensor leaves the core or comes, is printed."""
 
 
 @dataclass(frozen=True)
