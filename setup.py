@@ -13,7 +13,8 @@ PEFT = ["peft>=0.21,<0.22"]
 # What hyperparameter_search and report_to="tensorboard" of the Trainer need.
 TRAINER = ["optuna>=4", "tensorboard>=2.18"]
 TRL = ["trl>=1.16,<1.17; python_version >= '3.11'"]  # which TRL requires
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT, *TRAINER, *TRL]
+POOL = ["simpy>=4.1"]  # the simulator of the pool
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "expecttest>=0.2", *PEFT, *TRAINER, *TRL, *POOL]
 # What accelerate's own tests need, and the runner that holds them to expectations (tests/conformance).
 CONFORMANCE = ["parameterized>=0.9", "torchdata>=0.11", "pyyaml"]
 EXAMPLES = ["gguf>=0.10", "matplotlib>=3.8", "sentencepiece>=0.2", *PEFT, *TRL]
@@ -94,10 +95,12 @@ setup(
         "conformance": CONFORMANCE,
         "examples": EXAMPLES,
         "ray": RAY,
+        "pool": POOL,
         "dev": [*DEV, *TEST, *CONFORMANCE, *EXAMPLES, *RAY],
     },
     entry_points={
         "console_scripts": ["optimum-trn = optimum_trn.cli:main"],
         "torch.backends": ["optimum_trn = optimum_trn_autoload:autoload"],
+        "fsspec.specs": ["pool = optimum_trn.pool.filesystem:PoolFileSystem"],
     },
 )

@@ -12,11 +12,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsspec import register_implementation
 from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError
 from .manifest import FILE_NAME
 from .steps import beyond_limit, step_of
+
+# By name, since the pool is a layer above: `pool://name`, which its entry point in setup.py tells fsspec, too.
+register_implementation("pool", "optimum_trn.pool.filesystem.PoolFileSystem", clobber=True)
 
 
 def is_remote(location: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from optimum_trn.cli import consolidate, env, launch, plan
+from optimum_trn.cli import consolidate, env, launch, plan, pool
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -16,6 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     consolidate.add_to(commands)
     plan.add_to(commands)
     launch.add_to(commands)
+    placement.add_to(commands)
+    pool.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
