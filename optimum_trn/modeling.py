@@ -24,6 +24,7 @@ from .checkpoint import stock
 from .checkpoint.agreement import agreed
 from .checkpoint.hub import downloaded_once
 from .checkpoint.load import ShardedLoad
+from .checkpoint.remote import downloaded, is_remote
 from .checkpoint.save import save_pretrained
 from .device import device_type
 from .errors import CheckpointError
@@ -44,15 +45,19 @@ class NeuronModel:
     ) -> Any:
         """What `from_pretrained` of the stock auto class returns for the same arguments, sharded, on the local core.
 
-        All ranks must call it.  Of a Hub id, the first rank of each host downloads what is missing in its cache while
-        the others wait.  Each reads only its own slices of the safetensors files; weights that they lack are
-        initialised as the stock class would, the same at every layout.  Without `parallel_config`, or in one process,
-        it is the stock model.  The model's `save_pretrained` writes stock files and must be called on all ranks, too.
+        All ranks must call it. Of a Hub id, the first rank of each host downloads what is missing in its cache while
+        the others wait; a URL that fsspec reads, such as `pool://name`, it copies to a temporary directory. Each reads
+        only its own slices of the safetensors files; weights that they lack are initialised as the stock class would,
+        the same at every layout. Without `parallel_config`, or in one process, it is the stock model. The model's
+        `save_pretrained` writes stock files and must be called on all ranks, too.
 
         Raises, on every rank and before any weight is read: `MeshError` (degrees and world size), `PlanError` (sizes
         that do not divide), `UnsupportedModelError` (no plan for the model type); and `CheckpointError` or `OSError`
         (files missing or damaged, weights that do not fit).
         """
+        if is_remote(str(pretrained_model_name_or_path)):
+            with downloaded(str(pretrained_model_name_or_path)) as directory:
+                return cls.from_pretrained(directory, parallel_config, **kwargs)
         load = cls._load(parallel_config)
         kwargs = downloaded_once(cls.auto_class, load, pretrained_model_name_or_path, kwargs)
         with agreed(f"Loading {pretrained_model_name_or_path}"):
@@ -60,7 +65,7 @@ class NeuronModel:
             if path.is_absolute() and not path.exists():  # the stock class takes it for the id of a Hub repository
                 raise CheckpointError(f"{path} does not exist. Give the directory of a saved model, or a Hub id.")
             result = stock.from_pretrained(cls.auto_class, load, pretrained_model_name_or_path, **kwargs)
-        return cls._finished(load, result)
+        return cls.finished(load, result)
 
     @classmethod
     def from_config(cls, config: Any, parallel_config: ParallelConfig | None = None, **kwargs: Any) -> Any:
@@ -72,7 +77,7 @@ class NeuronModel:
         load = cls._load(parallel_config)
         with agreed(f"Building a model of type {config.model_type}"):
             result = stock.from_config(cls.auto_class, load, config, **kwargs)
-        return cls._finished(load, result)
+        return cls.finished(load, result)
 
     @staticmethod
     def _load(parallel_config: ParallelConfig | None) -> ShardedLoad:
@@ -81,7 +86,8 @@ class NeuronModel:
         return ShardedLoad(parallel_config, mesh, local_device())
 
     @staticmethod
-    def _finished(load: ShardedLoad, result: Any) -> Any:
+    def finished(load: ShardedLoad, result: Any) -> Any:
+        """What a load returns, its model saving stock files."""
         model = load.model
         assert isinstance(model, PreTrainedModel)
         if load.shards:

@@ -17,7 +17,7 @@ from ..parallel import ParallelConfig, Placement
 from ..patching import patch_model, pipeline_of, plan_for, state_of
 from ..patching.stage_plan import validate_stages
 from .deferred_init import DeferredInit
-from .slices import LocalSlice, same_values, shape_of
+from .slices import LocalSlice, open_slices, same_values, shape_of
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +53,10 @@ class ShardedLoad:
             plan.validate(config, self.parallel_config.tensor_parallel_size)
             validate_stages(plan, config, self.parallel_config.num_stages)
 
+    def open_files(self, files: Sequence[str]) -> dict[str, Any]:
+        """Name to lazy source, over all safetensors files; `CheckpointError` as `open_slices`."""
+        return open_slices(files)
+
     def draw_missing(self, model: PreTrainedModel, present: set[str]) -> None:
         """Record how the stock class, still whole and on meta, initialises what is not `present` in the checkpoint."""
         tied = set(model.all_tied_weights_keys)
@@ -85,7 +89,7 @@ class ShardedLoad:
         }
         return {name: present[source] for name, source in names.items()}
 
-    def local_slice(self, model: PreTrainedModel, name: str, source: Any, dtype: torch.dtype | None) -> LocalSlice:
+    def local_slice(self, model: PreTrainedModel, name: str, source: Any, dtype: torch.dtype | None) -> Any:
         """The lazy slice of a source that this rank holds under `name`."""
         placement, rank = self._placement(model, name, shape_of(source))
         return LocalSlice(source, placement, rank, self.device, dtype)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 from fsspec import register_implementation
 from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError
+from .agreement import agreed
 from .manifest import FILE_NAME
 from .steps import beyond_limit, step_of
 
@@ -78,6 +83,29 @@ def download(url: str, directory: Path) -> None:
             filesystem.get_file(file, str(target))
         os.replace(unfinished, directory)
         os.mkdir(unfinished)  # which is what is removed
+
+
+@contextmanager
+def downloaded(url: str) -> Iterator[Path]:
+    """While active, what is at a URL is in a directory of each host, to which its first rank has brought it.
+
+    All ranks must enter and leave it.  Raises as `download`, on every rank.
+    """
+    names = [uuid.uuid4().hex]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0)
+    directory = Path(tempfile.gettempdir(), f"download-{names[0]}")
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        with agreed(f"Downloading {url}"):
+            if is_first:
+                download(url, directory)
+        yield directory
+    finally:
+        with agreed(f"Reading {url}"):
+            pass
+        if is_first:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def remote_steps(url: str) -> dict[int, str]:

@@ -41,17 +41,26 @@ class LocalSlice:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         assert index is ..., "a local slice is read as a whole"
-        dtype, dim = self.dtype or dtype_of(self.source), self.placement.dim
-        local = torch.empty(self.placement.local_shape(self.rank), dtype=dtype, device=self.device)
+        local = self.empty()
+        self.copy_to(local)
+        return local
+
+    def empty(self) -> Tensor:
+        """A tensor for it, of arbitrary entries."""
+        dtype = self.dtype or dtype_of(self.source)
+        return torch.empty(self.placement.local_shape(self.rank), dtype=dtype, device=self.device)
+
+    def copy_to(self, local: Tensor) -> None:
+        """Write it into a tensor of the local shape."""
+        dim = self.placement.dim
         if dim is None:
             self._read(local, None)
-            return local
+            return
         offset = 0
         for piece in self.placement.pieces(self.rank):
             target = local.narrow(dim, offset, piece.length)
             target.zero_() if piece.start is None else self._read(target, piece)
             offset += piece.length
-        return local
 
     def _read(self, target: Tensor, piece: Piece | None) -> None:
         """Copies a piece of the sharded dimension of the source, or all of it, into a tensor of its shape."""

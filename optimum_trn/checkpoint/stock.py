@@ -32,7 +32,7 @@ from ..parallel.mics import dtype_of
 from .deferred_init import EmptyOnMeta
 from .lazy import LazyTensor
 from .load import ShardedLoad, drop_tied_duplicates, mismatched_shapes, named_tensors
-from .slices import Stored, open_slices
+from .slices import Stored
 
 T = TypeVar("T", torch.Tensor, LazyTensor)
 
@@ -177,7 +177,7 @@ def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
                 f"{load_config.pretrained_model_name_or_path} is quantised, which cannot be trained."
             )
         conversions = load_config.weight_mapping or []
-        present, sources = tensors_in_model(model, _open(checkpoint_files, load_config), conversions)
+        present, sources = tensors_in_model(model, _open(checkpoint_files, load_config, load), conversions)
         drop_tied_duplicates(model, present)
         mismatched = mismatched_shapes(model, present, load_config.ignore_mismatched_sizes)
         for target, _, _ in mismatched:
@@ -222,10 +222,10 @@ def _steered_model_class(stock: Any, load: ShardedLoad) -> Any:
     return type(stock.__name__, (stock,), namespace)
 
 
-def _open(checkpoint_files: list[str], load_config: Any) -> dict[str, Any]:
+def _open(checkpoint_files: list[str], load_config: Any, load: ShardedLoad) -> dict[str, Any]:
     """Name to lazy source, over all files: safetensors, or pickles if the caller asked for them."""
     if checkpoint_files[0].endswith(".safetensors"):
-        return open_slices(checkpoint_files)
+        return load.open_files(checkpoint_files)
     sources: dict[str, Any] = {}
     for file in checkpoint_files:
         sources.update(load_state_dict(file, weights_only=load_config.weights_only))

@@ -52,6 +52,14 @@ class Pool:
         self._clients = []
         self._local = threading.local()
 
+    def leave_thread(self) -> None:
+        """End the connections of this thread, which is about to end."""
+        clients: dict[int, StoreClient] = self._local.__dict__.pop("clients", {})
+        for client in clients.values():
+            client.close()
+            if client in self._clients:
+                self._clients.remove(client)
+
     def client(self, store: int) -> StoreClient:
         """This thread's connection to a store."""
         clients: dict[int, StoreClient] = self._local.__dict__.setdefault("clients", {})
@@ -176,8 +184,14 @@ class Pool:
         raise StoreError(f"No store of the pool can be reached: {self.lost}. Start it with `optimum-trn pool serve`.")
 
     def _on_each(self, stores: Sequence[int], action: Callable[[int], Any]) -> None:
+        def act(store: int) -> None:
+            try:
+                action(store)
+            finally:
+                self.leave_thread()
+
         with ThreadPoolExecutor(len(stores)) as executor:
-            for future in [executor.submit(action, store) for store in stores]:
+            for future in [executor.submit(act, store) for store in stores]:
                 try:
                     future.result()
                 except OSError as error:

@@ -94,6 +94,8 @@ class Fetch:
                 first, self._failed = not self._failed, True
             if first:
                 self._on_error(error)
+        finally:
+            self.pool.leave_thread()
 
     def _read(self, store: int | None, parts: list[Part], reason: Exception | None = None) -> None:
         """Read parts from a store, or, if that is None, from their origin; what it does not give, from the next."""
