@@ -8,12 +8,10 @@ NAMES = ("Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArgum
 
 
 def pytest_configure(config):
-    """Replace them when all plugins are loaded, and make sure of it: the table would compare the stock Trainer twice."""
-    # Not what `import transformers` binds above: where it is what loads torch, which loads this package (autoload),
-    # that is the module that transformers replaces by its lazy one at the end of its own import.
-    module = sys.modules["transformers"]
-    for name in NAMES:
-        setattr(module, name, getattr(optimum_trn, f"Neuron{name}"))
+    """Replace them, and make sure of it: the table would compare the stock Trainer with itself."""
+    ours = {name: getattr(optimum_trn, f"Neuron{name}") for name in NAMES}
+    # Only now: importing the Trainer puts another module in the place of what `import transformers` has bound before.
+    vars(sys.modules["transformers"]).update(ours)
     from transformers import Trainer
 
     if Trainer is not optimum_trn.NeuronTrainer:
