@@ -85,6 +85,7 @@ setup(
         "xxhash>=3",
         "ninja>=1.11",
         "rich>=13",
+        "simpy>=4.1",
         "numpy",
         "setuptools",
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from optimum_trn.cli import consolidate, env, launch, plan, pool
+from optimum_trn.cli import consolidate, env, failures, launch, placement, plan, pool
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_to(commands)
     launch.add_to(commands)
     placement.add_to(commands)
+    failures.add_to(commands)
     pool.add_to(commands)
     options = parser.parse_args(arguments)
     try:
