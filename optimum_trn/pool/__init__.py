@@ -7,10 +7,19 @@ from .address import PoolAddress
 from .client import Pool, put_directory
 from .hub import put_from_hub
 
-__all__ = ["Pool", "PoolAddress", "StreamedModel", "put_directory", "put_from_hub", "stream_model"]
+_HOMES = {  # of what imports transformers
+    "StreamedModel": ".streaming",
+    "stream_model": ".streaming",
+    "YieldCores": ".lending",
+    "lease": ".lending",
+    "lend": ".lending",
+    "Dispatcher": ".serving",
+}
+
+__all__ = ["Pool", "PoolAddress", "put_directory", "put_from_hub", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("StreamedModel", "stream_model"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(".streaming", __name__), name)  # which imports transformers
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

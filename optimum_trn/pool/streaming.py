@@ -60,15 +60,15 @@ class _EmptySlice:
 class StreamedModel:
     """A model of the pool on the local core, its weights on their way.
 
-    Use `.model` at once: before a layer runs, it waits for its weights.  `start` was called unless `prefetch` was
-    asked for, in which case weights only come to this host until `start`.  `wait` waits for all of it.  An error of
-    the transfer is raised where the model waits.
+    Use `.model` at once: before a layer runs, it waits for its weights.  `wait` waits for all of them.  An error of the
+    transfer is raised where the model waits.
     """
 
     def __init__(self, model: PreTrainedModel, load: StreamingLoad, stages: Stages = STAGES) -> None:
         self.model = model
         self.arrived = 0  # bytes that have come over the network
-        self.times: dict[str, float] = {}  # when each stage ended, by time.perf_counter
+        self.times: dict[str, float] = {}  # when things began and ended, by time.perf_counter
+        self.copy_seconds = 0.0  # that the copy to the device has worked
         self.layers = layers_of(model)
         slices, tensors = _slices_by_tensor(model, load)
         order = {id(tensor): index for index, layer in enumerate(self.layers) for tensor in _tensors_in(layer)}
@@ -173,8 +173,11 @@ class StreamedModel:
                     self._fetched[number].wait()
                     if self._error is not None:
                         return
+                    begin = time.perf_counter()
                     for key in keys:
                         self._slices[key].copy_to(self._tensors[key])
+                    self.copy_seconds += time.perf_counter() - begin
+                    self.times.setdefault("first group", time.perf_counter())
                     self._ready[number].set()
             self.times["copied"] = time.perf_counter()
             self._slices = {}  # and with them the memory of the host
@@ -236,14 +239,15 @@ def stream_model(
     parallel_config: ParallelConfig | None = None,
     pool: Pool | None = None,
     stages: Stages = STAGES,
-    prefetch: bool = False,
+    start: bool = True,
     **kwargs: Any,
 ) -> StreamedModel:
     """Load a model of the pool as `model_class.from_pretrained` would, and return while its weights are on their way.
 
     All ranks must call it; each fetches the rows of the files that its shards lie in.  `stages` describes the network
-    and the copy that groups of layers are planned for.  With `prefetch` the weights come to the host only, until
-    `start()` of the result; its memory on the device is taken already.  Raises as `from_pretrained`, and `StoreError`.
+    and the copy that groups of layers are planned for.  Without `start` the caller calls `prefetch()`, which brings the
+    weights of the next model to the host, or `start()`, of the result; its memory on the device is taken already.
+    Raises as `from_pretrained`, and `StoreError`.
     """
     parallel_config = parallel_config or ParallelConfig()
     if parallel_config.pipeline_parallel_size > 1:
@@ -261,7 +265,7 @@ def stream_model(
         streamed = StreamedModel(load.model, load, stages)
     finally:
         files.close()
-    return streamed.prefetch() if prefetch else streamed.start()
+    return streamed.start() if start else streamed
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

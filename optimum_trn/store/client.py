@@ -6,6 +6,7 @@ import hmac
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import MissingError, StoreError
@@ -56,24 +57,32 @@ class StoreClient:
             self._socket.close()
             self._socket = None
 
-    def put(self, name: str, data: Any, pinned: bool = True) -> None:
+    def put(
+        self,
+        name: str,
+        data: Any,
+        pinned: bool = True,
+        pace: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
         """Store a buffer under a name, instead of what was there, from one moment to the next.
 
         The store may forget the bytes when its memory is full unless the object is `pinned`.  Only chunks that the
-        store does not have are sent.
+        store does not have are sent, each of so many bytes within what `pace` makes of their number.
         """
+        paced = pace or (lambda size: nullcontext())
         view = memoryview(data).cast("B")
         parts = [view[start : start + CHUNK_SIZE] for start in range(0, len(view), CHUNK_SIZE)]
         checksums = [checksum_of_bytes(part) for part in parts]
         for start in range(0, len(parts), CHECKSUMS_PER_REQUEST):
             some = checksums[start : start + CHECKSUMS_PER_REQUEST]
-            missing = set(self._ask(Operation.HAVE, {"chunks": some})["missing"])
+            missing = set(self.ask(Operation.HAVE, {"chunks": some})["missing"])
             for checksum, part in zip(some, parts[start : start + CHECKSUMS_PER_REQUEST], strict=True):
                 if checksum in missing:
                     missing.discard(checksum)
-                    self._ask(Operation.CHUNK, {"checksum": checksum}, part)
+                    with paced(len(part)):
+                        self.ask(Operation.CHUNK, {"checksum": checksum}, part)
         chunks = [[checksum, len(part)] for checksum, part in zip(checksums, parts, strict=True)]
-        self._ask(Operation.COMMIT, {"name": name, "chunks": chunks, "pinned": pinned})
+        self.ask(Operation.COMMIT, {"name": name, "chunks": chunks, "pinned": pinned})
 
     def get(self, name: str, offset: int = 0, length: int | None = None) -> bytearray:
         """The bytes of an object, or a range of them."""
@@ -123,7 +132,7 @@ class StoreClient:
 
     def size(self, name: str) -> int:
         """The bytes of an object."""
-        found = dict(self._ask(Operation.LIST, {"prefix": name, "after": name[:-1]})["objects"])
+        found = dict(self.ask(Operation.LIST, {"prefix": name, "after": name[:-1]})["objects"])
         if name not in found:
             raise MissingError(f"There is no {name} in the store at {self._place}.")
         return int(found[name])
@@ -133,24 +142,25 @@ class StoreClient:
         found: dict[str, int] = {}
         after, more = "", True
         while more:
-            answer = self._ask(Operation.LIST, {"prefix": prefix, "after": after})
+            answer = self.ask(Operation.LIST, {"prefix": prefix, "after": after})
             found.update(answer["objects"])
             after, more = max(found, default=""), answer["more"]
         return found
 
     def delete(self, name: str) -> None:
         """Forget an object."""
-        self._ask(Operation.DELETE, {"name": name})
+        self.ask(Operation.DELETE, {"name": name})
 
     def statistics(self) -> dict[str, int]:
         """What the store holds and has served: "memory", "used", "objects", "evictions", "served"."""
-        return self._ask(Operation.STATISTICS, {})
+        return self.ask(Operation.STATISTICS, {})
 
     @property
     def _place(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"
 
-    def _ask(self, operation: Operation, meta: dict[str, Any], payload: memoryview | None = None) -> dict[str, Any]:
+    def ask(self, operation: Operation, meta: dict[str, Any], payload: memoryview | None = None) -> dict[str, Any]:
+        """Send a request that is answered without bytes, and give the answer."""
         self._send(operation, meta, payload)
         header, answer = self._receive_header()
         if header.payload_size:

@@ -204,3 +204,24 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def text_of(value: Any) -> str:
+    """A value of a frame that must be text; TypeError else."""
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is no text")
+    return value
+
+
+def count_of(value: Any) -> int:
+    """A value of a frame that must be a count; TypeError else."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{str(value)[:80]!r} is no count")
+    return value
+
+
+def list_of(value: Any) -> list[Any]:
+    """A value of a frame that must be a list; TypeError else."""
+    if not isinstance(value, list):
+        raise TypeError(f"{str(value)[:80]!r} is no list")
+    return value

@@ -43,6 +43,11 @@ class Operation(enum.IntEnum):
     LIST = 5  # {"prefix", "after"} -> {"objects": [[name, size]], "more"}
     DELETE = 6  # {"name"}
     STATISTICS = 7  # {} -> {...}
+    ASK = 20  # of a lease server: {"job", "cores", "priority", "preemptible"}: wait for cores, one lease a connection
+    LEASE = 21  # {} -> {"cores": [core] or null, "wanted"}
+    GIVE_BACK = 22  # {}
+    METRICS = 23  # {} -> {"jobs": {job: {...}}, "free"}
+    INFER = 30  # of a worker: {"model"} and tensors in the safetensors format -> tensors
     DONE = 100
     REFUSED = 101  # {"text", "missing"}
 

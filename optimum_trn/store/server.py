@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import StoreError
-from .frames import Answer, FrameServer, Session
+from .frames import Answer, FrameServer, Session, count_of, list_of, text_of
 from .protocol import MAX_PAYLOAD, Operation
 from .shelf import Shelf
 
@@ -55,37 +55,37 @@ class StoreSession(Session):
         self._pending = []
 
     def _have(self, meta: dict[str, Any], payload: bytes) -> Answer:
-        checksums = [_text(checksum) for checksum in _sequence(meta["chunks"])]
+        checksums = [text_of(checksum) for checksum in list_of(meta["chunks"])]
         here = [checksum for checksum in checksums if self.shelf.has(checksum)]
         self.shelf.refer(here)
         self._pending += here
         return {"missing": [checksum for checksum in checksums if not self.shelf.has(checksum)]}, []
 
     def _chunk(self, meta: dict[str, Any], payload: bytes) -> Answer:
-        checksum = _text(meta["checksum"])
+        checksum = text_of(meta["checksum"])
         self.shelf.hold(checksum, payload)
         self._pending.append(checksum)
         return {}, []
 
     def _commit(self, meta: dict[str, Any], payload: bytes) -> Answer:
-        chunks = [(_text(checksum), _count(size)) for checksum, size in _sequence(meta["chunks"])]
+        chunks = [(text_of(checksum), count_of(size)) for checksum, size in list_of(meta["chunks"])]
         self.shelf.commit(meta["name"], chunks, meta["pinned"] is not False)
         self.close()
         return {}, []
 
     def _read(self, meta: dict[str, Any], payload: bytes) -> Answer:
-        ranges = _sequence(meta["ranges"])
+        ranges = list_of(meta["ranges"])
         if len(ranges) > MAX_RANGES:
             raise StoreError(f"{len(ranges)} ranges at once are refused: ask for at most {MAX_RANGES}.")
-        if sum(_count(length) for _, _, length in ranges) > MAX_PAYLOAD:
+        if sum(count_of(length) for _, _, length in ranges) > MAX_PAYLOAD:
             raise StoreError(f"More than {MAX_PAYLOAD} bytes at once are refused: read in several requests.")
         views: list[memoryview] = []
         for name, offset, length in ranges:
-            views += self.shelf.read(name, _count(offset), length)
+            views += self.shelf.read(name, count_of(offset), length)
         return {}, views
 
     def _list(self, meta: dict[str, Any], payload: bytes) -> Answer:
-        prefix, after = _text(meta["prefix"]), _text(meta["after"])
+        prefix, after = text_of(meta["prefix"]), text_of(meta["after"])
         names = sorted(name for name in self.shelf.objects if name.startswith(prefix) and name > after)
         listed = [[name, self.shelf.objects[name].size] for name in names[:LISTED]]
         return {"objects": listed, "more": len(names) > LISTED}, []
@@ -113,21 +113,3 @@ class StoreSession(Session):
         Operation.DELETE: _delete,
         Operation.STATISTICS: _statistics,
     }
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:80]!r} is no text")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"{str(value)[:80]!r} is no count")
-    return value
-
-
-def _sequence(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{str(value)[:80]!r} is no list")
-    return value

@@ -127,7 +127,7 @@ def test_a_forward_that_reads_weights_of_a_module_that_it_does_not_call_is_run_a
     llama().save_pretrained(tmp_path / "m")
     put_directory(pool, tmp_path / "m", "m")
     expected = NeuronModelForCausalLM.from_pretrained(tmp_path / "m").eval()
-    streamed = stream_model("m", pool=pool, stages=MANY_GROUPS, prefetch=True)
+    streamed = stream_model("m", pool=pool, stages=MANY_GROUPS, start=False)
     streamed.model.lm_head.forward = None  # whoever calls it, fails
     head, device = streamed.model.lm_head, streamed.model.device
     streamed.model.lm_head = ReadsAnother(head).to(device)
@@ -138,7 +138,7 @@ def test_a_forward_that_reads_weights_of_a_module_that_it_does_not_call_is_run_a
 def test_prefetch_brings_the_weights_to_the_host_and_start_to_the_device(pool, tmp_path):
     gpt2().save_pretrained(tmp_path / "m")
     put_directory(pool, tmp_path / "m", "m")
-    streamed = stream_model("m", pool=pool, prefetch=True)
+    streamed = stream_model("m", pool=pool, start=False).prefetch()
     streamed._fetch.join()
     assert streamed.arrived == streamed.total and not streamed.is_ready(0)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
@@ -151,7 +151,7 @@ def test_a_store_that_is_lost_while_a_model_streams_is_made_up_for(pool, tmp_pat
     gpt2().save_pretrained(tmp_path / "m")
     put_directory(pool, tmp_path / "m", "m", replicas=2)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    streamed = stream_model("m", pool=pool, stages=MANY_GROUPS, prefetch=False)
+    streamed = stream_model("m", pool=pool, stages=MANY_GROUPS)
     vanish(pool.servers[1])  # at whatever moment
     streamed.wait()
     for ours, theirs in zip(streamed.model.parameters(), expected.parameters(), strict=True):
@@ -161,7 +161,7 @@ def test_a_store_that_is_lost_while_a_model_streams_is_made_up_for(pool, tmp_pat
 def test_what_cannot_be_had_is_raised_where_the_model_waits(pool, tmp_path):
     gpt2().save_pretrained(tmp_path / "m")
     put_directory(pool, tmp_path / "m", "m")
-    broken = stream_model("m", pool=pool, stages=MANY_GROUPS, prefetch=True)
+    broken = stream_model("m", pool=pool, stages=MANY_GROUPS, start=False).prefetch()
     broken._fetch.join()
     broken._fail(StoreError("planted"))
     with pytest.raises(StoreError, match="did not arrive: planted"), torch.no_grad():

@@ -65,7 +65,7 @@ def test_equal_chunks_are_kept_and_sent_once(client, server):
 
 def test_what_a_lost_client_was_putting_is_dropped(server):
     client = StoreClient(server.host, server.port, TOKEN)
-    client._ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"half")}, memoryview(b"half"))
+    client.ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"half")}, memoryview(b"half"))
     assert client.statistics()["used"] == 4
     client.close()
     with StoreClient(server.host, server.port, TOKEN) as other:
@@ -166,9 +166,9 @@ def test_a_client_gives_nothing_to_a_stranger_on_the_port_of_a_store():
 )
 def test_names_that_could_lead_out_of_a_directory_are_refused(client, name):
     with pytest.raises(StoreError, match="name"):
-        client._ask(Operation.COMMIT, {"name": name, "chunks": [], "pinned": True})
+        client.ask(Operation.COMMIT, {"name": name, "chunks": [], "pinned": True})
     with pytest.raises(StoreError, match="name"):
-        client._ask(Operation.READ, {"ranges": [[name, 0, 1]]})
+        client.ask(Operation.READ, {"ranges": [[name, 0, 1]]})
     with pytest.raises(StoreError):
         check_name(name)
 
@@ -177,7 +177,7 @@ def test_names_that_could_lead_out_of_a_directory_are_refused(client, name):
 def test_ranges_beyond_the_object_are_refused(client, offset, length):
     client.put("a", b"0123456789")
     with pytest.raises(StoreError):
-        client._ask(Operation.READ, {"ranges": [["a", offset, length]]})
+        client.ask(Operation.READ, {"ranges": [["a", offset, length]]})
     assert client.get("a") == b"0123456789"
 
 
@@ -191,9 +191,9 @@ def test_frames_larger_than_the_bounds_are_refused_before_they_are_read(client, 
 
 def test_a_chunk_with_another_checksum_is_refused(client, server):
     with pytest.raises(StoreError, match="another checksum"):
-        client._ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"a")}, memoryview(b"b"))
+        client.ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"a")}, memoryview(b"b"))
     with pytest.raises(MissingError, match="was not put"):
-        client._ask(Operation.COMMIT, {"name": "a", "chunks": [[checksum_of_bytes(b"a"), 1]], "pinned": True})
+        client.ask(Operation.COMMIT, {"name": "a", "chunks": [[checksum_of_bytes(b"a"), 1]], "pinned": True})
 
 
 def test_a_short_token_is_refused():
