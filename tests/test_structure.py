@@ -10,6 +10,7 @@ LAYERS = [
     "errors",
     "hardware",
     "cost",
+    "report",
     "device",
     "parallel",
     "patching",

@@ -5,17 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from optimum_trn.cost import MACHINES
+from optimum_trn.errors import PlanError
+from optimum_trn.planning.pictures import STATUS, engine_slices, report
 from optimum_trn.planning.planner import Plan, compare, plan
 from optimum_trn.planning.search import Candidate, deciding_term, training_arguments
+from optimum_trn.report import chrome_trace
+from optimum_trn.report import render as page
 
 WIDTH = 160
 """Columns of what is not a terminal."""
+
+LISTED = 40
+"""Layouts in the table of a report, which has a filter."""
 
 MULTIPLES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -38,12 +47,37 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--compare", choices=sorted(MACHINES), help="the same training on as many of these")
     parser.add_argument("--top", type=int, default=5, help="how many layouts to list")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--report", type=Path, metavar="OUT.html", help="a page with pictures of the plan")
+    parser.add_argument("--trace", type=Path, metavar="OUT.json", help="engines of each stage's core, for Perfetto")
     parser.set_defaults(run=show)
 
 
 def show(options: argparse.Namespace) -> None:
     """Print the plan; ValueError where nothing fits or the model can't be planned."""
-    found = plan(
+    for path in (options.report, options.trace):
+        if path is not None and not path.parent.is_dir():
+            raise PlanError(f"{path}: there is no directory {path.parent}. Create it, or name another file.")
+    console = Console(stderr=options.json)
+    with console.status("Searching layouts ...") if console.is_terminal else nullcontext():
+        found = _plan(options)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        render(found, console if console.is_terminal else Console(width=WIDTH), options.top)
+    _pictures(found, options)
+
+
+def _pictures(found: Plan, options: argparse.Namespace) -> None:
+    """Write what `--report` and `--trace` ask for."""
+    if options.report is not None:
+        options.report.write_text(page(report(found)), encoding="utf-8")
+    if options.trace is not None:
+        options.trace.write_text(chrome_trace(engine_slices(found), STATUS), encoding="utf-8")
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    shown = max(options.top, 1)
+    return plan(
         options.model,
         instance=options.instance,
         nodes=options.nodes,
@@ -57,16 +91,11 @@ def show(options: argparse.Namespace) -> None:
         budget=options.budget,
         dollars_per_hour=options.price,
         compare_with=options.compare,
-        keep=max(options.top, 1),
+        keep=max(shown, LISTED) if options.report else shown,
     )
-    if options.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        console = Console()
-        render(found, console if console.is_terminal else Console(width=WIDTH))
 
 
-def render(found: Plan, console: Console) -> None:
+def render(found: Plan, console: Console, top: int | None = None) -> None:
     """The plan as text."""
     work, chosen = found.workload, found.chosen
     console.print(
@@ -77,7 +106,8 @@ def render(found: Plan, console: Console) -> None:
     table = Table(
         Column("layout", no_wrap=True), "step, s", "MFU", "tokens/s", "HBM, GiB", "dollars/B tokens", "against the best"
     )
-    rows = found.result.best if chosen in found.result.best else [*found.result.best, chosen]
+    best = found.result.best if top is None else found.result.best[:top]
+    rows = best if chosen in best else [*best, chosen]
     for candidate in rows:
         table.add_row(*_cells(found, candidate))
     console.print(table)

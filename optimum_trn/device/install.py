@@ -10,7 +10,8 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -346,3 +347,24 @@ def _keep_rng_state_in_checkpoints(trainer_module: ModuleType) -> None:
 
     trainer._save_rng_state, trainer._load_rng_state = _save_rng_state, _load_rng_state
     _undo.append(restore)
+
+
+@contextmanager
+def fakes_are_tensors() -> Iterator[None]:
+    """While active, transformers branches on fake tensors as on others, where it would take them for a compiler's.
+
+    Whether a mask masks anything, and whether rows are packed, is then read off them as on a core.
+    """
+    modules = [importlib.import_module(name) for name in ("transformers.masking_utils", MODELS)]
+    stock = [module.is_tracing for module in modules]
+    for module, original in zip(modules, stock, strict=True):
+        module.is_tracing = functools.partial(_is_tracing, original)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, stock, strict=True):
+            module.is_tracing = original  # type: ignore[attr-defined]
+
+
+def _is_tracing(original: Callable[[Any], bool], tensor: Any = None) -> bool:
+    return original(None if isinstance(tensor, torch.Tensor) else tensor)

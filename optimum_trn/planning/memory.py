@@ -88,16 +88,22 @@ def layer_activations(workload: Workload, layout: Layout) -> tuple[float, float]
     architecture, parallel, sizes = workload.architecture, layout.parallel, Sizes.of(workload, layout)
     item, hidden, head = sizes.itemsize, architecture.hidden, architecture.head_width
     stream = sizes.residual_tokens * hidden * (4 * item + (2 if architecture.dropout else 0))
-    heads = sizes.tokens * head * (2 * sizes.heads + 2 * sizes.kv_heads) * item
+    stream *= architecture.blocks / 2
+    values = architecture.value_width
+    heads = sizes.tokens * (head * (sizes.heads + sizes.kv_heads) + values * (sizes.heads + sizes.kv_heads)) * item
+    if architecture.latent is not None:
+        heads += sizes.tokens * (architecture.latent.query_rank + architecture.latent.key_value_rank) * item
+    heads *= architecture.attention_blocks
     per_width = (4 if architecture.gated else 2) * item
     feed_forward = per_width * (
         sizes.expert_tokens * sizes.width if architecture.experts else sizes.tokens * sizes.width
     )
     feed_forward += per_width * sizes.tokens * sizes.shared_width
+    feed_forward *= architecture.feed_forward_blocks
     scores = 0.0
     if not workload.flash_attention:
         per_score = 2 * item + 1 if architecture.attention_dropout else item
-        scores = sizes.sequences * sizes.heads * sizes.queries * sizes.keys * per_score
+        scores = architecture.attention_blocks * sizes.sequences * sizes.heads * sizes.queries * sizes.keys * per_score
     whole = stream + heads + feed_forward + scores
     if parallel.recompute is None:
         return whole, whole
@@ -111,14 +117,15 @@ def head_activations(workload: Workload, layout: Layout) -> float:
     """Bytes of the logits that a rank has, and of their softmax and gradient, which the loss makes in float32."""
     vocabulary = math.ceil(workload.architecture.vocabulary / layout.parallel.tensor_parallel_size)
     sizes = Sizes.of(workload, layout)
-    return float(sizes.tokens * vocabulary * (sizes.itemsize + 4))
+    tokens = sizes.sequences if workload.architecture.patch_width else sizes.tokens
+    return float(tokens * vocabulary * (sizes.itemsize + 4))
 
 
 def _shards(workload: Workload, layout: Layout) -> tuple[int, int]:
     """Over how many ranks weights and gradients are cut, and over how many the states of the optimizer."""
     parallel = layout.parallel
-    if isinstance(parallel.mics_partition_size, int):
-        return parallel.mics_partition_size, parallel.mics_partition_size
+    if layout.partition_ranks is not None:
+        return layout.partition_ranks, layout.partition_ranks
     return 1, (layout.data_parallel_size(workload) * parallel.context_parallel_size if parallel.zero_1 else 1)
 
 

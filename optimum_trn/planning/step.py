@@ -104,7 +104,7 @@ def estimate_step(
     passes = 3 if parallel.pipeline_schedule == "zero_bubble" else 2
     if pipeline > 1:  # each pass of a stage is a graph of its own
         stages = [(forward, backward + (passes - 1) * launch) for forward, backward in stages]
-    transfer = _transfer_seconds(workload, layout)
+    transfer = transfer_seconds(workload, layout)
     forward_times, backward_times = [s[0] for s in stages], [s[1] for s in stages]
     per_rank = [sum(sum(stages[s]) for s in range(rank, len(stages), pipeline)) for rank in range(pipeline)]
     busy = micro_batches * max(per_rank)
@@ -168,14 +168,15 @@ def parameters_per_stage(workload: Workload, layout: Layout, counts: list[int]) 
     """Parameters of one rank on each stage; what tensor parallelism copies (keys and values, norms) counts on each."""
     architecture, parallel = workload.architecture, layout.parallel
     tensor, sizes = parallel.tensor_parallel_size, stream.Sizes.of(workload, layout)
-    hidden, head = architecture.hidden, architecture.head_width
-    attention = hidden * head * 2 * (sizes.heads + sizes.kv_heads)
+    hidden = architecture.hidden
+    attention = architecture.attention_blocks * architecture.attention_weights_of(sizes.heads, sizes.kv_heads)
     matrices = 3 if architecture.gated else 2
     feed_forward = hidden * matrices * (sizes.width * max(1, sizes.experts) + sizes.shared_width)
+    feed_forward *= architecture.feed_forward_blocks
     per_layer = attention + feed_forward + architecture.small_weights
     table = math.ceil(architecture.vocabulary / tensor) * hidden
     found = [float(count * per_layer) for count in counts]
-    found[0] += table + architecture.positions * hidden
+    found[0] += (architecture.patch_width * hidden or table) + architecture.positions * hidden
     if len(counts) > 1 or not architecture.tied:
         found[-1] += table
     if architecture.masked:
@@ -227,9 +228,9 @@ def _layer(workload: Workload, layout: Layout, constants: Calibration) -> tuple[
 def _layer_collectives(workload: Workload, layout: Layout) -> tuple[float, float]:
     """Seconds of collectives on the way through a layer, forward and backward.
 
-    Tensor parallelism sums twice each way (Shoeybi et al. 2019, arXiv:1909.08053); with sequence parallelism a sum is a
-    reduce-scatter and an all-gather (Korthikanti et al. 2022, arXiv:2205.05198), whose backward pass gathers the
-    inputs of sharded weights again, beside the product for the gradient of the input, which does not wait for it.
+    Tensor parallelism sums once a block each way (Shoeybi et al. 2019, arXiv:1909.08053); with sequence parallelism a
+    sum is a reduce-scatter and an all-gather (Korthikanti et al. 2022, arXiv:2205.05198), whose backward pass gathers
+    the inputs of sharded weights again, beside the product for the gradient of the input, which does not wait for it.
     """
     parallel, machine, architecture = layout.parallel, workload.machine, workload.architecture
     sizes = stream.Sizes.of(workload, layout)
@@ -243,9 +244,9 @@ def _layer_collectives(workload: Workload, layout: Layout) -> tuple[float, float
     forward = backward = 0.0
     if parallel.sequence_parallel:
         gather, scatter = links.all_gather(size, ranks, machine), links.reduce_scatter(size, ranks, machine)
-        forward = backward = 2 * (gather + scatter)
+        forward = backward = architecture.blocks * (gather + scatter)
     else:
-        forward = backward = 2 * links.all_reduce(size, ranks, machine)
+        forward = backward = architecture.blocks * links.all_reduce(size, ranks, machine)
     if architecture.experts and experts > 1:
         routed = sizes.tokens * architecture.experts_per_token / tensor * architecture.hidden * sizes.itemsize
         exchange = 2 * links.all_to_all(routed, links.group(machine, experts, 1), machine)
@@ -290,8 +291,8 @@ def _partition_seconds(
     workload: Workload, layout: Layout, parameters: float, constants: Calibration
 ) -> tuple[float, float]:
     """MiCS: each micro-batch gathers the weights twice and scatters the gradients once, inside the partition group."""
-    shards = layout.parallel.mics_partition_size
-    if not isinstance(shards, int) or shards == 1:
+    shards = layout.partition_ranks
+    if shards is None or shards == 1:
         return 0.0, 0.0
     machine = workload.machine
     ranks = links.group(machine, shards, layout.parallel.tensor_parallel_size)
@@ -312,8 +313,8 @@ def _gradient_seconds(
     machine, parallel = workload.machine, layout.parallel
     size = parameters * workload.gradient_bytes
     ranks = _data_group(workload, layout)
-    if isinstance(parallel.mics_partition_size, int):
-        shards = parallel.mics_partition_size
+    shards = layout.partition_ranks
+    if shards is not None:
         replicas = links.group(machine, ranks.size // shards, parallel.tensor_parallel_size * shards)
         return _bucketed(links.all_reduce, size / shards, replicas, workload)
     if parallel.zero_1:
@@ -338,12 +339,12 @@ def _bucketed(
 
 def _optimizer_shards(layout: Layout, workload: Workload) -> int:
     parallel: ParallelConfig = layout.parallel
-    if isinstance(parallel.mics_partition_size, int):
-        return parallel.mics_partition_size
+    if layout.partition_ranks is not None:
+        return layout.partition_ranks
     return _data_group(workload, layout).size if parallel.zero_1 else 1
 
 
-def _transfer_seconds(workload: Workload, layout: Layout) -> float:
+def transfer_seconds(workload: Workload, layout: Layout) -> float:
     """From one pipeline stage to the next, whose ranks are as far apart as a stage has ranks."""
     pipeline = layout.parallel.pipeline_parallel_size
     if pipeline == 1:
@@ -354,5 +355,7 @@ def _transfer_seconds(workload: Workload, layout: Layout) -> float:
 
 
 def _input_bytes(workload: Workload) -> int:
-    """Of one token: ids, mask and labels as 64-bit integers, and the segment where there are two."""
+    """Of one token: ids, mask, labels, 64-bit each, and the segment where there are two; of a patch, its floats."""
+    if workload.architecture.patch_width:
+        return 4 * workload.architecture.patch_width
     return 8 * (4 if workload.architecture.masked else 3)

@@ -98,7 +98,7 @@ def attention_core(workload: Workload, sizes: Sizes) -> tuple[list[Operator], li
     architecture, item = workload.architecture, sizes.itemsize
     batch, width = sizes.sequences * sizes.heads, architecture.head_width
     scores = linear(sizes.queries, width, sizes.keys, item, batch)
-    values = linear(sizes.queries, sizes.keys, width, item, batch)
+    values = linear(sizes.queries, sizes.keys, architecture.value_width, item, batch)
     if workload.flash_attention:
         return _flash(scores, values, workload, sizes, batch)
     elements = batch * sizes.queries * sizes.keys
@@ -156,20 +156,23 @@ def layer(workload: Workload, layout: Layout) -> tuple[list[Operator], list[Oper
     queries, keys = sizes.heads * architecture.head_width, sizes.kv_heads * architecture.head_width
     residual = _add(RESIDUAL, DROPOUT) if architecture.dropout else RESIDUAL
     norm = ROOT_MEAN_SQUARE_NORM if architecture.root_mean_square else NORM
-    stream = sizes.residual_tokens * hidden
-    core = attention_core(workload, sizes)
-    parts = [
-        linear(sizes.tokens, hidden, queries + 2 * keys, item),
+    # Residual, dropout and norm are one chain: two streams in, the residual and its norm out. Each block has one.
+    between = chain(sizes.residual_tokens * hidden, _add(residual, norm), item, hidden, reads=2, writes=2)
+    attention = [
+        *_projections(workload, sizes),
         *(
             [chain(sizes.tokens * (queries + keys), ROTARY, item, architecture.head_width)]
             if architecture.rotary
             else []
         ),
-        core,
-        linear(sizes.tokens, queries, hidden, item),
-        # Residual, dropout and norm are one chain: two streams in, the residual and its norm out. There are two of it.
-        *[chain(stream, _add(residual, norm), item, hidden, reads=2, writes=2)] * 2,
-        *_feed_forward(workload, sizes, item),
+        attention_core(workload, sizes),
+        linear(sizes.tokens, sizes.heads * architecture.value_width, hidden, item),
+        between,
+    ]
+    core = _times(attention_core(workload, sizes), architecture.attention_blocks)
+    parts = [
+        *(_times(part, architecture.attention_blocks) for part in attention),
+        *(_times(part, architecture.feed_forward_blocks) for part in (*_feed_forward(workload, sizes, item), between)),
     ]
     forward = [operator for part in parts for operator in part[0]]
     backward = [operator for part in parts for operator in part[1]]
@@ -180,6 +183,35 @@ def layer(workload: Workload, layout: Layout) -> tuple[list[Operator], list[Oper
         ratio = 1.0 if recompute == "full" else float(recompute)
         backward += [_part(operator, ratio) for operator in forward]
     return forward, backward
+
+
+def _projections(workload: Workload, sizes: Sizes) -> list[tuple[list[Operator], list[Operator]]]:
+    """From the hidden states to the queries, keys and values of this rank's heads."""
+    architecture, item, hidden, tokens = (
+        workload.architecture,
+        sizes.itemsize,
+        workload.architecture.hidden,
+        sizes.tokens,
+    )
+    queries, keys = sizes.heads * architecture.head_width, sizes.kv_heads * architecture.head_width
+    latent = architecture.latent
+    if latent is None:
+        return [linear(tokens, hidden, queries + 2 * keys, item)]
+    up = sizes.heads * (architecture.head_width - latent.rotary + latent.value_width)
+    norms = chain(tokens * (latent.query_rank + latent.key_value_rank), ROOT_MEAN_SQUARE_NORM, item, hidden)
+    return [
+        linear(tokens, hidden, (latent.query_rank or queries) + latent.key_value_rank + latent.rotary, item),
+        norms,
+        *([linear(tokens, latent.query_rank, queries, item)] if latent.query_rank else []),
+        linear(tokens, latent.key_value_rank, up, item),
+    ]
+
+
+def _times(part: tuple[list[Operator], list[Operator]], count: float) -> tuple[list[Operator], list[Operator]]:
+    """The part that many times."""
+    if count == 1:
+        return part
+    return [_part(operator, count) for operator in part[0]], [_part(operator, count) for operator in part[1]]
 
 
 def _feed_forward(workload: Workload, sizes: Sizes, item: int) -> Iterator[tuple[list[Operator], list[Operator]]]:
@@ -199,10 +231,11 @@ def _feed_forward(workload: Workload, sizes: Sizes, item: int) -> Iterator[tuple
 
 
 def head(workload: Workload, layout: Layout) -> tuple[list[Operator], list[Operator]]:
-    """What follows the layers: the head over the vocabulary and the loss, on the last stage."""
+    """What follows the layers: the head over the vocabulary and the loss, on the last stage; of images, one token's."""
     architecture, sizes = workload.architecture, Sizes.of(workload, layout)
     vocabulary = math.ceil(architecture.vocabulary / layout.parallel.tensor_parallel_size)
-    tokens, hidden, item = sizes.tokens, architecture.hidden, sizes.itemsize
+    tokens = sizes.sequences if architecture.patch_width else sizes.tokens
+    hidden, item = architecture.hidden, sizes.itemsize
     parts = [
         linear(tokens, hidden, vocabulary, item),
         chain(tokens * vocabulary, SOFTMAX, item, vocabulary),
@@ -216,7 +249,11 @@ def head(workload: Workload, layout: Layout) -> tuple[list[Operator], list[Opera
 def embedding(workload: Workload, layout: Layout) -> tuple[list[Operator], list[Operator]]:
     """What precedes the layers, on the first stage: rows of tables are read, and their gradients added."""
     sizes = Sizes.of(workload, layout)
-    elements = sizes.residual_tokens * workload.architecture.hidden
+    hidden, patch = workload.architecture.hidden, workload.architecture.patch_width
+    elements = sizes.residual_tokens * hidden
+    if patch:  # no gradient goes back to the image
+        (forward,), (_, of_weight) = linear(sizes.residual_tokens, patch, hidden, sizes.itemsize)
+        return [forward], [of_weight]
     return chain(elements, _add(RESIDUAL, NORM), sizes.itemsize, workload.architecture.hidden)
 
 

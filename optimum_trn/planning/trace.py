@@ -1,28 +1,33 @@
-"""Traces one training step of one rank on fake tensors: its peak memory and its floating point operations.
+"""Traces one training step of one rank of any world on fake tensors: its stream, its memory over time, its FLOPs.
 
 Nothing is computed and no weight exists: the real, patched modules run under FakeTensorMode with a fake process group,
-so what is counted is what the same step does on a core.
+so what is recorded is what the same step does on a core (device/record.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from optimum_trn.device import device_type
+from optimum_trn.device.install import fakes_are_tensors
+from optimum_trn.device.record import StepRecord
 from optimum_trn.errors import MeshError
 from optimum_trn.parallel import ParallelConfig
-from optimum_trn.patching import patch_model
+from optimum_trn.parallel.granularity import granularity_of
+from optimum_trn.planning.hbm import HbmTimeline, hbm_timeline
+from optimum_trn.planning.recording import Recording
+from optimum_trn.planning.rehearsal import Rehearsal, Run
 
 # torch's counter knows the accelerators' fused attention kernels, not the CPU's, which is the one the device runs.
 CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
@@ -41,13 +46,15 @@ OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimize
 class StepTrace:
     """What one training step needs on one NeuronCore: simulated figures, from shapes alone.
 
-    `memory_bytes` splits the peak by category (parameters, gradients, optimizer states, activations, ...);
-    `flops` counts a multiply-add as two operations, forward and backward, matrix products and attention only.
+    `memory_bytes` splits the peak by category (see hbm.py); `flops` counts a multiply-add as two operations, forward
+    and backward, matrix products and attention only. `record` is the stream of the step, `hbm` its memory over time.
     """
 
     peak_hbm_bytes: int
     memory_bytes: dict[str, int]
     flops: int
+    record: StepRecord = field(repr=False, compare=False)
+    hbm: HbmTimeline = field(repr=False, compare=False)
 
 
 @contextmanager
@@ -72,38 +79,41 @@ def trace_training_step(
     batch_size: int,
     sequence_length: int,
     dtype: torch.dtype = torch.float32,
-    optimizer: OptimizerFactory = lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    optimizer: OptimizerFactory | None = None,
     rank: int = 0,
+    world_size: int | None = None,
+    run: Run | None = None,
 ) -> StepTrace:
-    """Trace the second step (optimizer states exist by then) of a causal language model as `rank` of one model replica.
+    """Trace the second step (optimizer states exist by then) of a model as `rank` of `world_size`.
 
-    `batch_size` rows of `sequence_length` tokens are the micro-batch of one core. Raises PlanError or MeshError exactly
-    where training would.
+    `batch_size` rows of `sequence_length` tokens are the micro-batch of one core, unless `run` says all of that;
+    `world_size` defaults to one model replica. Raises PlanError or MeshError exactly where training would.
     """
+    run = run or Run(
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        micro_batches=parallel_config.pipeline_parallel_size,
+        max_grad_norm=0.0,
+    )
+    world = world_size or parallel_config.ranks_per_copy
     device = torch.device(device_type(), 0)
+    granularity_of(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))  # is tried out, which needs numbers
     with ExitStack() as stack:
-        stack.enter_context(fake_process_group(parallel_config.tensor_parallel_size, rank))
+        stack.enter_context(fake_process_group(world, rank))
         mesh = parallel_config.build_mesh()  # reads its own rank table, which a fake tensor would not have
+        stack.enter_context(fakes_are_tensors())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            model.config.use_cache = False  # as the Trainer sets it
-            tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
-        patch_model(model, parallel_config, mesh)
-        model.train()
-        stepper = optimizer(model.parameters())
-
-        def step() -> None:
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            stepper.step()
-            stepper.zero_grad()
-
-        step()
-        memory, flops = MemTracker(), FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS)
-        memory.track_external(model, stepper, tokens)
-        with memory, flops:
-            step()
-    peak = memory.get_tracker_snapshot("peak")[device]
-    categories = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-    total = categories.pop("Total")
-    return StepTrace(peak_hbm_bytes=total, memory_bytes=categories, flops=flops.get_total_flops())
+        recording = stack.enter_context(Recording(device))
+        rehearsal = Rehearsal(config, parallel_config, run, mesh, device, optimizer)
+        rehearsal.watch_gradients(partial(recording.mark, "gradients"))
+        rehearsal.step()
+        recording.begin_step()
+        flops = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS)
+        with flops:
+            rehearsal.step()
+        recording.end_step()
+        hbm = hbm_timeline(recording, rehearsal)
+        recording.enabled = False
+    peak = hbm.at_peak()
+    return StepTrace(sum(peak.values()), peak, flops.get_total_flops(), recording.record, hbm)

@@ -34,6 +34,12 @@ class Workload:
         for name in ("nodes", "sequence_length", "global_batch"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be a positive number, not {getattr(self, name)}.")
+        architecture = self.architecture
+        if architecture.patch_width and self.sequence_length != architecture.positions:
+            raise PlanError(
+                f"sequence_length {self.sequence_length}: an image of {architecture.model_type} is "
+                f"{architecture.positions} tokens, its patches and one for the class. Give that number."
+            )
         if self.precision not in ("fp32", "bf16_sr", "autocast"):
             raise PlanError(f"precision must be fp32, bf16_sr or autocast, not {self.precision!r}.")
         if self.optimizer not in ("adamw", "lamb"):
@@ -75,6 +81,12 @@ class Layout:
     def data_parallel_size(self, workload: Workload) -> int:
         """Ranks that see different sequences; `MeshError` where the degrees do not divide the world."""
         return self.parallel.data_parallel_size(workload.world_size)
+
+    @property
+    def partition_ranks(self) -> int | None:
+        """Ranks that MiCS shards the states over, those with other tokens of the same rows among them; else None."""
+        size = self.parallel.mics_partition_size
+        return size * self.parallel.context_parallel_size if isinstance(size, int) else None
 
     def micro_batches(self, workload: Workload) -> int:
         """Micro-batches of one rank in a step; `PlanError` where the global batch does not divide."""

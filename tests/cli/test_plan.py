@@ -53,3 +53,16 @@ def test_a_mistake_is_one_line(command, capsys):
         main([*command, "--layout", "tp=4"])
     assert stop.value.code == 2
     assert "no valid layout of 2 ranks" in capsys.readouterr().err
+
+
+def test_a_report_and_a_trace_are_written_on_request(command, tmp_path, capsys):
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    main([*command, "--report", str(page), "--trace", str(trace), "--top", "2"])
+    text = page.read_text()
+    for part in ('id="hbm"', 'id="step"', 'id="layouts"', 'id="scaling"', "Predicted by a cost model"):
+        assert part in text, part
+    assert text.count("<tr") > 20  # the page lists more layouts than the terminal
+    engines = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert {"matrix", "vector", "DMA"} <= engines
+    with pytest.raises(SystemExit):
+        main([*command, "--report", str(tmp_path / "no" / "plan.html")])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForPreTraining
 
 from optimum_trn.errors import UnsupportedModelError
@@ -46,7 +47,24 @@ def test_flops_are_those_of_aws_for_a_model_of_twelve_squares():
     assert architecture_of(config).model_flops(512) == expected
 
 
-@pytest.mark.parametrize("model_type", ["t5", "deepseek_v3", "vit"])
-def test_models_that_are_no_single_stack_of_layers_are_refused_by_name(model_type):
+@pytest.mark.parametrize(
+    "model_type, fields, head",
+    [
+        ("t5", {}, "AutoModelForSeq2SeqLM"),
+        ("t5", {"num_decoder_layers": 3, "feed_forward_proj": "gated-gelu"}, "AutoModelForSeq2SeqLM"),
+        ("bart", {"decoder_layers": 6}, "AutoModelForSeq2SeqLM"),
+        ("vit", {"num_labels": 10}, "AutoModelForImageClassification"),
+        ("deepseek_v3", {"num_hidden_layers": 5, "n_routed_experts": 8}, "AutoModelForCausalLM"),
+    ],
+)
+def test_encoder_decoders_latent_attention_and_vision_are_counted_too(model_type, fields, head):
+    config = AutoConfig.for_model(model_type, **fields)
+    with torch.device("meta"):
+        model = getattr(transformers, head).from_config(config)
+    assert architecture_of(config).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=2e-3)
+
+
+@pytest.mark.parametrize("model_type", ["whisper", "clip"])
+def test_models_of_speech_and_of_several_modes_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedModelError, match=model_type):
         architecture_of(AutoConfig.for_model(model_type))
