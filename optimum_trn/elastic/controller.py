@@ -16,18 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from optimum_trn.device import launched
 from optimum_trn.elastic.journal import Journal
-from optimum_trn.elastic.membership import (
-    COMMITTED,
-    CONTROLLER,
-    FAULT_TOLERANCE,
-    GENERATION,
-    LOCAL,
-    MEMBER,
-    NODE,
-    Member,
-    Snapshot,
-)
+from optimum_trn.elastic.membership import COMMITTED, GENERATION, Member, Snapshot
 
 POLL_SECONDS = 0.01  # how late a death may be noticed
 GRACE_SECONDS = 10.0  # for processes that are asked to end
@@ -76,6 +67,7 @@ class Controller:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.command = list(command)
+        self.started = nodes
         self.nproc_per_node = nproc_per_node
         self.fault_tolerance = fault_tolerance
         self.directory = Path(directory)
@@ -115,13 +107,16 @@ class Controller:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "NEURON_RT_VISIBLE_CORES": str(node.node * self.nproc_per_node + local),
             **self.environment,
-            CONTROLLER: f"127.0.0.1:{self.store.port}",
-            MEMBER: str(node.member),
-            NODE: str(node.node),
-            LOCAL: str(local),
+            launched.CONTROLLER: f"127.0.0.1:{self.store.port}",
+            launched.NODES: str(self.started),
+            launched.DEVICES: str(self.nproc_per_node),
+            launched.MEMBER: str(node.member),
+            launched.NODE: str(node.node),
+            launched.LOCAL: str(local),
+            launched.ENGINE: "optimum_trn.elastic.training",
         }
         if self.fault_tolerance is not None:
-            environment[FAULT_TOLERANCE] = str(self.fault_tolerance)
+            environment[launched.FAULT_TOLERANCE] = str(self.fault_tolerance)
         log = self.directory / f"node-{node.node}-{role}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -163,8 +158,11 @@ class Controller:
             for node in came:
                 node.joined = True
             self._publish()
-        for node in lost:
-            self._restart(node)
+        if any(node.finished for node in self.nodes):
+            self._dismiss([node for node in self.nodes if not node.joined])
+        else:
+            for node in lost:
+                self._restart(node)
         self._record_commits()
         if not self.active and self.store.check([f"active/{self.snapshot.generation}"]):
             self.active = True
@@ -198,12 +196,20 @@ class Controller:
         self.nodes.append(node)
         self._start_node(node)
 
+    def _dismiss(self, late: Sequence[Node]) -> None:
+        """Nodes that came back too late to be taken in are not waited for."""
+        for node in late:
+            self.journal.write("dismissed", node=node.node, member=node.member)
+            processes = [*node.workers, node.agent] if node.agent is not None else node.workers
+            _end(processes, GRACE_SECONDS, signal.SIGKILL)
+            self.nodes.remove(node)
+
     def _record_commits(self) -> None:
         """The steps that were committed go into the journal, in order."""
         committed = int(self.store.get(COMMITTED))
         while self.journaled < committed:
             record = json.loads(self.store.get(f"record/{self.journaled}"))
-            self.journal.write("committed", step=self.journaled, **record)
+            self.journal.write("committed", **record)
             self.journaled += 1
 
     def stop(self) -> None:

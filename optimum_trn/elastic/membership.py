@@ -13,9 +13,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-CONTROLLER, MEMBER, NODE, LOCAL = (f"OPTIMUM_TRN_{name}" for name in ("CONTROLLER", "MEMBER", "NODE", "LOCAL"))
-"""Environment of a process that the controller has started: host:port of its store, and who the process is."""
-FAULT_TOLERANCE = "OPTIMUM_TRN_FAULT_TOLERANCE"
+from optimum_trn.device.launched import CONTROLLER, LOCAL, MEMBER
 
 POLL_SECONDS = 0.005
 GENERATION, COMMITTED = "generation", "committed"  # keys: the newest generation, and the number of committed steps
@@ -99,7 +97,7 @@ class Membership:
         """A generation did not work although all its members live: have it published again."""
         self.store.set(f"renew/{generation}", "1")
 
-    def wait(self, generation: int, condition: Callable[[], Any], seconds: float = float("inf")) -> Any:
+    def wait(self, generation: float, condition: Callable[[], Any], seconds: float = float("inf")) -> Any:
         """What `condition` gives as soon as it gives something; `Superseded` when a newer generation comes first.
 
         Raises TimeoutError after that many seconds.
@@ -121,10 +119,10 @@ class Membership:
         """Settle a question once for all: the first value that anybody proposes."""
         return self.store.compare_set(key, "", value).decode()
 
-    def gather(self, key: str, value: str, others: Iterable[str], generation: int, seconds: float) -> dict[str, bytes]:
+    def gather(self, key: str, value: str, others: Iterable[str], generation: int) -> dict[str, bytes]:
         """The values of all participants, by name, as soon as all have said theirs; as `wait` raises."""
         names = list(others)
         self.store.set(f"{key}/{self.member}.{self.local}", value)
         keys = [f"{key}/{name}" for name in names]
-        self.wait(generation, lambda: self.store.check(keys), seconds)
+        self.wait(generation, lambda: self.store.check(keys))
         return {name: self.store.get(key) for name, key in zip(names, keys, strict=True)}

@@ -71,14 +71,14 @@ def stage_ends(
     outside = {"before": 0.0, "after": 0.0}
     for path, (side, stack) in modules_beside(model, paths, beside).items():
         if (side, stack) in (("before", 0), ("after", len(stacks) - 1)):  # of what is in between, none costs much
-            outside[side] += _cost_outside(model, modules[path], model.config)
+            outside[side] += cost_outside(model, modules[path], model.config)
     layers = [f"{path}.{name}" for path in paths for name, _ in modules[path].named_children()]
     configs = {path: stack.config_of(model.config) for path, stack in zip(paths, stacks, strict=True)}
     costs = [cost(modules[layer], configs[layer.rpartition(".")[0]]) for layer in layers]
     return [layers[end] for end in balanced_ends(costs, num_stages, outside["before"], outside["after"])], beside
 
 
-def _cost_outside(model: PreTrainedModel, module: nn.Module, config: Any) -> float:
-    """The head multiplies with all of its weight, also where it is tied to a look-up table."""
+def cost_outside(model: PreTrainedModel, module: nn.Module, config: Any) -> float:
+    """Of a module beside the layers; the head multiplies with all of its weight, also where it is tied to a table."""
     head = model.get_output_embeddings()
     return cost(module, config) if module is not head or head is None else float(head.get_parameter("weight").numel())

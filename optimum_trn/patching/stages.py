@@ -194,19 +194,26 @@ class StagedModel:
             return nullcontext()
         return rank_random(self.group, next(self.model.parameters()).device)
 
+    def release(self) -> None:
+        """Takes the stages back and moves no weights: the modules of other ranks are stock ones on the meta device."""
+        for hook in self._hooks:
+            hook.remove()
+        for path in self.stages.modules:
+            if path not in self.local:
+                self._put(path, self.elsewhere[path].stock)
+        self.model.all_tied_weights_keys = self._stock_ties
+
     @torch.no_grad()
     def restore(self) -> None:
         """Makes the model whole again, with the current weights of all stages; a collective over the pipeline."""
         device = next(self.model.parameters()).device
-        for hook in self._hooks:
-            hook.remove()
+        self.release()
         for path, stage in self.stages.modules.items():
-            if path not in self.local:
-                self._put(path, self.elsewhere[path].stock.to_empty(device=device))
             module = self.model.get_submodule(path)
+            if path not in self.local:
+                module.to_empty(device=device)
             for tensor in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(tensor, group=self.group.process_group, group_src=stage % self.group.size)
-        self.model.all_tied_weights_keys = self._stock_ties
         self.model.tie_weights()
 
     @contextmanager

@@ -11,7 +11,7 @@ from typing import ClassVar
 from transformers import TrainingArguments
 
 from ..checkpoint.remote import is_remote, local_directory
-from ..device import device_type
+from ..device import device_type, launched
 from ..errors import MeshError
 from ..parallel import ParallelConfig
 from ..parallel.mesh import world_size
@@ -116,6 +116,22 @@ class NeuronTrainingArguments(TrainingArguments):
         },
     )
 
+    fault_tolerance: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many nodes may be lost at the same time without a committed step being lost, in a job started "
+            "with `optimum-trn launch`, whose -f it defaults to. One step is gradient_accumulation_steps batches of "
+            "per_device_train_batch_size rows, of all nodes together."
+        },
+    )
+    minimum_nodes: int | None = field(
+        default=None,
+        metadata={
+            "help": "With fault_tolerance: the fewest nodes that one copy of the model fits on; unless given, what the "
+            "memory model says."
+        },
+    )
+
     output_url: ClassVar[str | None] = None
     """The output directory where it was given as a URL of fsspec; `output_dir` is then its copy on this host."""
 
@@ -127,6 +143,7 @@ class NeuronTrainingArguments(TrainingArguments):
                 vars(self)["output_url"] = location.rstrip("/")
         if str(self.mics_partition_size).isdecimal():  # the command line gives text
             self.mics_partition_size = int(str(self.mics_partition_size))  # type: ignore[assignment]
+        self._check_fault_tolerance()
         check_world_size(self.parallel_config)
         if self.static_shapes not in ("auto", "none"):
             padding.parsed(self.static_shapes)
@@ -145,6 +162,35 @@ class NeuronTrainingArguments(TrainingArguments):
                 f"group was not made for {self.device}. Make the training arguments before anything else in the script."
             )
 
+    position: ClassVar[int] = launched.first_position()
+    """This process's place among those that survive losses; the first writes and reports."""
+
+    @property
+    def should_save(self) -> bool:
+        """As in transformers; of the processes that survive losses, only the first that is left writes."""
+        return super().should_save and (self.fault_tolerance is None or self.position == 0)
+
+    @property
+    def should_log(self) -> bool:
+        """As in transformers; of the processes that survive losses, only the first that is left reports."""
+        return super().should_log and (self.fault_tolerance is None or self.position == 0)
+
+    def _check_fault_tolerance(self) -> None:
+        told = launched.fault_tolerance()
+        if self.fault_tolerance is None:
+            self.fault_tolerance = (told or 0) if launched.is_launched() else None
+        elif not launched.is_launched():
+            raise ValueError(
+                f"fault_tolerance={self.fault_tolerance} needs a launcher that sees which processes are lost. Start it "
+                f"with `optimum-trn launch --nodes N -f {self.fault_tolerance} {command()}`."
+            )
+        elif told not in (None, self.fault_tolerance):
+            raise ValueError(
+                f"fault_tolerance={self.fault_tolerance}, but `optimum-trn launch` was given -f {told}. Leave one out."
+            )
+        if self.fault_tolerance is not None:  # before degrees are, which no other launcher would make legal
+            refusals.check(self)
+
     @property
     def parallel_config(self) -> ParallelConfig:
         """The degrees, as the rest of the package takes them."""
@@ -156,13 +202,17 @@ def check_world_size(config: ParallelConfig) -> None:
     """Raise `MeshError` if the degrees do not divide the world size; say how to launch if there is only one process."""
     size, needed = world_size(), config.ranks_per_copy
     if size == 1 and needed > 1:
-        command = shlex.join([os.path.relpath(sys.argv[0]) if sys.argv[0] else "script.py", *sys.argv[1:]])
         raise MeshError(
             f"{degrees_of(config)} needs {needed} processes, one a NeuronCore, but this is the only one. "
-            f"Start it with `torchrun --nproc-per-node {needed} {command}` or "
-            f"`accelerate launch --num_processes {needed} {command}`."
+            f"Start it with `torchrun --nproc-per-node {needed} {command()}` or "
+            f"`accelerate launch --num_processes {needed} {command()}`."
         )
     config.axis_sizes(size)
+
+
+def command() -> str:
+    """The script of this process and its arguments, as they follow a launcher's own."""
+    return shlex.join([os.path.relpath(sys.argv[0]) if sys.argv[0] else "script.py", *sys.argv[1:]])
 
 
 def degrees_of(config: ParallelConfig) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..patching import PipelinedModel
+from .fault_tolerance import StepsTogether
 
 TrainOn = Callable[[Any], Any]
 
@@ -26,7 +27,9 @@ class MicroBatches:
         self.batches = list(batches)
         self.losses.clear()
 
-    def next_loss(self, pipeline: PipelinedModel, inputs: Any, prepare: TrainOn, compute_loss: TrainOn) -> Tensor:
+    def next_loss(
+        self, pipeline: PipelinedModel | StepsTogether, inputs: Any, prepare: TrainOn, compute_loss: TrainOn
+    ) -> Tensor:
         """The loss of `inputs`, the next of the micro-batches; the first of them trains on all."""
         if not self.losses:
             batches = self.batches or [inputs]

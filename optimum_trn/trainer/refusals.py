@@ -30,8 +30,48 @@ def several(args: Any) -> bool:
     return world_size() > 1
 
 
+def survives(args: Any) -> bool:
+    """Whether training goes on when processes are lost."""
+    return getattr(args, "fault_tolerance", None) is not None
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    return lambda args: survives(args) and getattr(args, name) > 1
+
+
+WHOLE_LAYERS = "pipelines of whole layers are rebuilt when nodes are lost. Leave it at 1: nodes share the layers."
 FLOAT16 = "NeuronCores train in bfloat16 or float32"
 REFUSALS = (
+    *(
+        Refusal(name, "above 1, with fault_tolerance", _above_one(name), WHOLE_LAYERS)
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "context_parallel_size",
+            "expert_parallel_size",
+        )
+    ),
+    *(
+        Refusal(
+            name,
+            "with fault_tolerance",
+            survives,
+            "what is computed again would draw other random numbers than the layers that it repeats. Leave it unset.",
+        )
+        for name in ("gradient_checkpointing", "activation_checkpointing", "recompute")
+    ),
+    *(
+        Refusal(name, "with fault_tolerance", survives, f"{reason} Leave it unset.")
+        for name, reason in (
+            ("mics_partition_size", "it would shard what nodes must be able to hand on."),
+            ("fsdp", "it would shard what nodes must be able to hand on."),
+            ("deepspeed", "it would shard what nodes must be able to hand on."),
+            ("torch_compile", "the layers of a process change, and a compiled model keeps those that it had."),
+            ("load_best_model_at_end", "only the first of the processes knows the checkpoints, and it may be lost."),
+            ("auto_find_batch_size", "processes would start again at different steps."),
+            ("enable_jit_checkpoint", "the signal reaches every process at a step of its own."),
+        )
+    ),
     Refusal("fp16", "on NeuronCores", on_core, f"{FLOAT16}; set bf16=True instead."),
     Refusal("fp16_full_eval", "on NeuronCores", on_core, f"{FLOAT16}; set bf16_full_eval=True instead."),
     Refusal(

@@ -29,6 +29,7 @@ from ..patching.state import set_mesh
 from . import evaluation
 from .accelerator import DataParallelAccelerator
 from .checkpoints import CheckpointsMixin
+from .fault_tolerance import FaultToleranceMixin
 from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
@@ -39,7 +40,7 @@ from .trl import TRLMixin
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainerMixin(TRLMixin, CheckpointsMixin, StaticShapesMixin):
+class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, StaticShapesMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
@@ -266,7 +267,7 @@ class NeuronTrainerMixin(TRLMixin, CheckpointsMixin, StaticShapesMixin):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """As in Trainer; in a pipeline, the first micro-batch of an optimizer step trains on all of them."""
-        pipeline = pipeline_of(self.model)
+        pipeline = self._steps_together() or pipeline_of(self.model)
         if pipeline is None:
             return super().training_step(model, inputs, num_items_in_batch)
         step = super().training_step
@@ -279,8 +280,8 @@ class NeuronTrainerMixin(TRLMixin, CheckpointsMixin, StaticShapesMixin):
         model.train()
         with self.accelerator.no_sync(model):
             loss = self.micro_batches.next_loss(pipeline, inputs, self._prepare_inputs, compute_loss)
-        if not self.micro_batches.losses:
-            self.accelerator.reduce_gradients()  # type: ignore[attr-defined]
+        if not self.micro_batches.losses and isinstance(self.accelerator, DataParallelAccelerator):
+            self.accelerator.reduce_gradients()
         return loss
 
     # ---- Evaluation -------------------------------------------------------------------------------------------------

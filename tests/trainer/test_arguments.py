@@ -61,9 +61,47 @@ def test_overflows_are_not_looked_for_in_a_pipeline(tmp_path, monkeypatch):
         NeuronTrainingArguments(output_dir=str(tmp_path), debug="underflow_overflow", pipeline_parallel_size=2)
 
 
+SURVIVING = [
+    ("tensor_parallel_size", 2),
+    ("pipeline_parallel_size", 2),
+    ("context_parallel_size", 2),
+    ("expert_parallel_size", 2),
+    ("gradient_checkpointing", True),
+    ("activation_checkpointing", True),
+    ("recompute", "full"),
+    ("mics_partition_size", "auto"),
+    ("fsdp", True),
+    ("deepspeed", "config.json"),
+    ("torch_compile", True),
+    ("load_best_model_at_end", True),
+    ("auto_find_batch_size", True),
+    ("enable_jit_checkpoint", True),
+]
+
+
+@pytest.mark.parametrize("name, value", SURVIVING, ids=[name for name, _ in SURVIVING])
+def test_what_cannot_survive_losses_is_refused_with_a_reason(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv("OPTIMUM_TRN_CONTROLLER", "127.0.0.1:1")
+    monkeypatch.setenv("OPTIMUM_TRN_FAULT_TOLERANCE", "1")
+    with pytest.raises(ValueError, match=f"{name}={value!r} is refused: .* Leave it"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), **{name: value})
+
+
+def test_fault_tolerance_says_how_to_launch_and_takes_what_the_launcher_was_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(ValueError, match="`optimum-trn launch --nodes N -f 2 train.py`"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), fault_tolerance=2)
+    monkeypatch.setenv("OPTIMUM_TRN_CONTROLLER", "127.0.0.1:1")
+    monkeypatch.setenv("OPTIMUM_TRN_FAULT_TOLERANCE", "1")
+    assert NeuronTrainingArguments(output_dir=str(tmp_path)).fault_tolerance == 1
+    with pytest.raises(ValueError, match="fault_tolerance=2, but `optimum-trn launch` was given -f 1"):
+        NeuronTrainingArguments(output_dir=str(tmp_path), fault_tolerance=2)
+
+
 def test_every_refusal_has_a_case():
     elsewhere = {"predict_with_generate"}  # test_seq2seq.py
-    assert {refusal.argument for refusal in REFUSALS} == {name for name, _, _ in REFUSED} | elsewhere
+    cases = {name for name, *_ in [*REFUSED, *SURVIVING]}
+    assert {refusal.argument for refusal in REFUSALS} == cases | elsewhere
 
 
 def test_tf32_is_refused_by_transformers_and_its_absence_is_not(tmp_path):
