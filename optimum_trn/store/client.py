@@ -159,6 +159,17 @@ class StoreClient:
     def _place(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"
 
+    def exchange(
+        self, operation: Operation, meta: dict[str, Any], payload: memoryview
+    ) -> tuple[dict[str, Any], bytearray]:
+        """Send a request with bytes that is answered with bytes, and give both parts of the answer."""
+        self._send(operation, meta, payload)
+        header, answer = self._receive_header()
+        data = bytearray(header.payload_size)
+        self._receive(memoryview(data))
+        self._check(header, [memoryview(data)])
+        return answer, data
+
     def ask(self, operation: Operation, meta: dict[str, Any], payload: memoryview | None = None) -> dict[str, Any]:
         """Send a request that is answered without bytes, and give the answer."""
         self._send(operation, meta, payload)
