@@ -15,7 +15,10 @@ Pipelines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Reconfiguration:
-    """The pipelines after a change, each with its nodes in the order of its stages, and what was done to get there."""
+    """The pipelines after a change, and what was done to get there.
+
+    Nodes are in the order of their stages, which is ascending: torch gives the ranks of a group no other order.
+    """
 
     pipelines: Pipelines
     actions: tuple[Action, ...] = ()
@@ -120,7 +123,7 @@ def reconfigure(
         raise NoPipelineError(f"No node is left of {sum(map(len, pipelines))}.")
     work.borrow_and_merge()
     work.recompose()
-    return Reconfiguration(tuple(map(tuple, work.pipelines)), tuple(work.actions))
+    return Reconfiguration(tuple(tuple(sorted(pipeline)) for pipeline in work.pipelines), tuple(work.actions))
 
 
 class Copy(NamedTuple):

@@ -28,6 +28,7 @@ def check(pipelines, alive, sizes, losses):
     used = [node for pipeline in pipelines for node in pipeline]
     assert sorted(used) == sorted(alive)  # everyone, once
     assert all(len(pipeline) in sizes for pipeline in pipelines)
+    assert all(list(pipeline) == sorted(pipeline) for pipeline in pipelines)  # as the ranks of a group are
     if len(alive) >= (losses + 1) * sizes[0]:
         assert len(pipelines) >= losses + 1
 
@@ -82,12 +83,12 @@ def test_each_way_of_rebuilding_does_what_it_says():
     sizes = template_sizes(8, 2, 1)  # 2 to 6 nodes
     assert reconfigure([(0, 1, 2), (3, 4)], [1], 2, sizes, 1).actions == ("shrink",)
     borrowed = reconfigure([(0, 1, 2), (3, 4)], [4], 2, sizes, 1)
-    assert borrowed.pipelines == ((0, 1), (3, 2)) and borrowed.actions == ("borrow",)
+    assert borrowed.pipelines == ((0, 1), (2, 3)) and borrowed.actions == ("borrow",)
     merged = reconfigure([(0, 1), (2, 3), (4, 5)], [1], 2, sizes, 1)
-    assert merged.pipelines == ((2, 3, 0), (4, 5)) and merged.actions == ("merge",)
+    assert merged.pipelines == ((0, 2, 3), (4, 5)) and merged.actions == ("merge",)
     # A whole pipeline has gone, and none lacks a node: only a split gives two copies again.
     split = reconfigure([(0, 1), (2, 3, 4, 5)], [0, 1], 2, sizes, 1)
-    assert split.pipelines == ((2, 3), (5, 4)) and split.actions == ("recompose",)
+    assert split.pipelines == ((2, 3), (4, 5)) and split.actions == ("recompose",)
 
 
 def test_no_more_pipelines_are_made_than_a_step_can_feed():
