@@ -115,7 +115,8 @@ class Pool:
     def files(self, prefix: str = "") -> list[str]:
         """The names of the files in the pool that begin with a prefix."""
         start = len(manifest_name(""))
-        return sorted(name[start:] for name in self._from_any(lambda client: client.list(manifest_name(prefix))))
+        found = self._from_any(lambda client: client.list(manifest_name(prefix)))
+        return sorted(check_name(name[start:]) for name in found)
 
     def manifest(self, name: str) -> FileManifest:
         """What a file is made of; `MissingError` if there is none of this name."""

@@ -13,6 +13,7 @@ DistMind (IEEE/ACM Transactions on Networking, 2024); that the partition is opti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -80,6 +81,31 @@ def plan_groups(layers: Sequence[Layer], stages: Stages) -> list[int]:
     return list(min(frontier[-1], key=lambda found: (found[0].compute, len(found[1])))[1])
 
 
+def early_groups(layers: Sequence[Layer], stages: Stages, slack: float = 0.02) -> list[int]:
+    """The optimal plan, its groups cut further as long as compute ends at most a share `slack` later.
+
+    Where the network is far slower than compute, few groups end as early as many, but many show their first layers, and
+    what is wrong with them, sooner, and adapt to layers that take longer than was thought.
+    """
+    counts = plan_groups(layers, stages)
+    limit = progress(grouped(layers, counts), stages).compute * (1 + slack)
+    while max(counts) > 1:
+        index = 0 if counts[0] > 1 else counts.index(max(counts))
+        first = 1 if index == 0 else counts[index] // 2
+        finer = [*counts[:index], first, counts[index] - first, *counts[index + 1 :]]
+        if progress(grouped(layers, finer), stages).compute > limit:
+            break
+        counts = finer
+    return counts
+
+
+def grouped(layers: Sequence[Layer], counts: Sequence[int]) -> list[Layer]:
+    """The groups that take so many layers each."""
+    ends = accumulate(counts)
+    parts = [layers[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [Layer(sum(one.size for one in part), sum(one.compute for one in part)) for part in parts]
+
+
 def equal_groups(layer: Layer, count: int) -> list[Layer]:
     """A model as `count` groups of the same size."""
     return [Layer(layer.size / count, layer.compute / count)] * count
@@ -88,8 +114,7 @@ def equal_groups(layer: Layer, count: int) -> list[Layer]:
 def _evenly(layers: Sequence[Layer], count: int) -> list[Layer]:
     """Layers in at most `count` groups of about as many."""
     length = max(1, -(-len(layers) // count))
-    parts = [layers[start : start + length] for start in range(0, len(layers), length)]
-    return [Layer(sum(one.size for one in part), sum(one.compute for one in part)) for part in parts]
+    return grouped(layers, [min(length, len(layers) - start) for start in range(0, len(layers), length)])
 
 
 def _at_best(done: Progress, rest: Layer, stages: Stages) -> float:

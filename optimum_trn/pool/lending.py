@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from ..store.protocol import Operation
 from .address import PoolAddress
 
 POLL_SECONDS = 0.01
+ROUND_SECONDS = 10.0
 
 
 class CoreLease:
@@ -38,14 +39,23 @@ class CoreLease:
 
     def acquire(self) -> None:
         """Wait until the cores are granted, on all ranks."""
-        cores: list[Any] = [None]
-        with agreed("Waiting for cores"):
+        with agreed("Asking for cores"):
             if self._client is not None:
                 self._client.ask(Operation.ASK, self.ask)
-                while (granted := self._client.ask(Operation.LEASE, {})["cores"]) is None:
-                    time.sleep(POLL_SECONDS)
-                cores = [granted]
-        self.cores = tuple(_from_first_rank(cores))
+        granted = None
+        while granted is None:  # rounds, since ranks that wait for one collective wait as long as its timeout only
+            with agreed("Waiting for cores"):
+                granted = self._poll() if self._client is not None else None
+            granted = _from_first_rank([granted])
+        self.cores = tuple(granted)
+
+    def _poll(self) -> list[int] | None:
+        """The cores, or None if they are not granted within a round."""
+        assert self._client is not None
+        end = time.monotonic() + ROUND_SECONDS
+        while (granted := self._client.ask(Operation.LEASE, {})["cores"]) is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return cast("list[int] | None", granted)
 
     def wanted(self) -> bool:
         """Whether another job is more urgent, the same on all ranks."""

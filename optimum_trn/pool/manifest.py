@@ -60,7 +60,10 @@ class FileManifest:
                 Piece(int(offset), int(length), str(checksum), tuple(int(store) for store in stores))
                 for offset, length, checksum, stores in entries["pieces"]
             )
-            return cls(name, int(entries["size"]), pieces, entries["origin"], str(entries["strategy"]))
+            ends = [0, *(piece.offset + piece.length for piece in pieces)]
+            if [*(piece.offset for piece in pieces), int(entries["size"])] != ends:
+                raise ValueError("its pieces do not follow each other")
+            return cls(name, ends[-1], pieces, entries["origin"], str(entries["strategy"]))
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"The pool's record of {name} is damaged: {error!r}.") from None
 

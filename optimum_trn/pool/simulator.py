@@ -207,7 +207,7 @@ class _Simulation:
         if self.completed == self.warm:
             self.warm_at = self.environment.now
         elif self.completed > self.warm:
-            self.busy[index] += self.scenario.compute
+            self.busy[index] += min(self.scenario.compute, self.environment.now - self.warm_at)
             self.latencies.append(self.environment.now - request.arrived)
         if self.completed == self.scenario.requests:
             self.finished.succeed()

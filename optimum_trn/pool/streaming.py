@@ -22,7 +22,7 @@ from ..modeling import NeuronModel, NeuronModelForCausalLM, local_device
 from ..parallel import ParallelConfig
 from .client import Pool
 from .fetch import Fetch, Wanted
-from .grouping import Layer, Stages, plan_groups
+from .grouping import Layer, Stages, early_groups
 from .host_files import ArrivingTensor, HostFiles
 
 STAGES = Stages(network_bandwidth=100e9 / 8, copy_bandwidth=12e9, network_latency=50e-6)
@@ -89,7 +89,7 @@ class StreamedModel:
             Layer(size, size / hbm)
             for size in (sum(len(one.buffer) for key in keys for one in wanted[key]) for keys in layer_tensors)
         ]
-        counts = plan_groups(costs, stages)
+        counts = early_groups(costs, stages)
         ends = list(itertools.accumulate(counts))
         self.groups = [
             [key for keys in layer_tensors[end - count : end] for key in keys]

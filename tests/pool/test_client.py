@@ -14,6 +14,7 @@ from optimum_trn.errors import MissingError, StoreError
 from optimum_trn.pool import Pool, PoolAddress, put_directory
 from optimum_trn.pool.fetch import Wanted, read
 from optimum_trn.pool.filesystem import PoolFileSystem
+from optimum_trn.pool.manifest import FileManifest
 from optimum_trn.pool.placement import STRATEGIES, cut, layer_runs
 
 from .pools import a_pool
@@ -149,6 +150,12 @@ def test_a_lost_store_or_forgotten_piece_without_replicas_is_read_from_the_origi
         os.remove(directory / "model.safetensors")
         with pytest.raises(StoreError, match="origin cannot be read"):
             whole(pool, "m/model.safetensors")
+
+
+@pytest.mark.parametrize("pieces", ['[[0,5,"a",[0]]]', '[[0,6,"a",[0]],[5,5,"b",[0]]]', "[1]", "7"])
+def test_a_record_of_pieces_that_are_not_the_file_is_damaged(pieces):
+    with pytest.raises(StoreError, match="damaged"):
+        FileManifest.decode("m", b'{"size":10,"origin":null,"strategy":"hybrid","pieces":' + pieces.encode() + b"}")
 
 
 def test_a_lost_store_without_replica_or_origin_is_said(pool, directory):

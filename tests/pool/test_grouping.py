@@ -5,13 +5,7 @@ import random
 
 import pytest
 
-from optimum_trn.pool.grouping import Layer, Stages, equal_groups, plan_groups, progress
-
-
-def grouped(layers, counts):
-    ends = list(itertools.accumulate(counts))
-    parts = [layers[end - count : end] for count, end in zip(counts, ends, strict=True)]
-    return [Layer(sum(one.size for one in part), sum(one.compute for one in part)) for part in parts]
+from optimum_trn.pool.grouping import Layer, Stages, early_groups, equal_groups, grouped, plan_groups, progress
 
 
 def best_of_all_partitions(layers, stages):
@@ -54,3 +48,14 @@ def test_the_first_group_is_the_smallest_where_layers_are_alike():
     planned = progress(grouped(layers, counts), stages).compute
     assert planned <= min(progress(equal_groups(Layer(240e6, 30e-3), n), stages).compute for n in (1, 2, 4, 8, 16, 32))
     assert planned <= 1.05 * 30e-3
+
+
+def test_early_groups_begin_with_one_layer_and_end_hardly_later():
+    layers = [Layer(6e6, 1e-4)] * 10
+    slow = Stages(100e6, 12e9, network_latency=1e-4)  # the network takes longer than all the rest
+    best, early = plan_groups(layers, slow), early_groups(layers, slow)
+    assert best[0] > 5 and early == [1] * 10
+    ends = [progress(grouped(layers, counts), slow).compute for counts in (best, early)]
+    assert ends[0] < ends[1] <= 1.02 * ends[0]
+    dear = Stages(100e6, 12e9, network_latency=0.1)
+    assert early_groups(layers, dear) == plan_groups(layers, dear)
