@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, _is_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, _is_peft_model
 from transformers.utils import logging
 
 from ..checkpoint import optimizer_state
@@ -147,10 +147,13 @@ class CheckpointsMixin(_Trainer):
         }
 
     def _name_best_checkpoint(self, saving: Saving, run_dir: str) -> None:
-        """Trainer has noted where the best checkpoint is being written; say where it will be."""
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == saving.outer:
-            self.state.best_model_checkpoint = os.path.join(run_dir, Path(best).name)
+        """Note where the best checkpoint will be, or is: Trainer looks for it where this one is being written."""
+        step = self.state.best_global_step
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if not step or self.args.save_strategy == SaveStrategy.NO:
+            return
+        if Path(best) == saving.directory or os.path.exists(best):  # an evaluation may find it once it is saved
+            self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(str(saving.staging / TRAINER_STATE_NAME))
 

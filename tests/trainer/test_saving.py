@@ -117,6 +117,30 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_one_before_is_resume
     assert names(tmp_path) == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
 
 
+class Scored(NeuronTrainer):
+    """Evaluates every epoch, and finds its models worse from one to the next."""
+
+    def __init__(self, **options):
+        scores = iter([2.0, 1.0])
+        super().__init__(eval_dataset=scenario.rows(4), compute_metrics=lambda _: {"score": next(scores)}, **options)
+
+
+def best_found_after_its_save(rank, world_size, directory, options):
+    epochs = dict(max_steps=-1, num_train_epochs=2, per_device_train_batch_size=12, save_total_limit=1)
+    best = dict(eval_strategy="epoch", metric_for_best_model="score", greater_is_better=True)
+    run = trainer(directory, Scored, **epochs, **best, **options)
+    run.train()
+    return run.state.best_global_step, run.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_checkpoint_that_turns_out_best_after_it_was_saved_is_kept(tmp_path, asynchronous):
+    options = dict(tensor_parallel_size=2, async_save=asynchronous)
+    for answer in run_ranks(best_found_after_its_save, 2, str(tmp_path), options):
+        assert answer == (2, str(tmp_path / "checkpoint-2"))
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
 SMALL_FILES = ["config.json", "training_args.bin", "rng_state_1.pth", "trainer_state.json", "checkpoint.json.tmp"]
 
 
