@@ -8,12 +8,13 @@ STAMP := $(VENV)/.installed-$(shell cksum setup.py | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test test-all conformance conformance-trainer check style clean
+.PHONY: help install demo test test-all bench conformance conformance-trainer check style clean
 
 help:
 	@echo "make demo      fine-tune a model on two simulated NeuronCores and print what the planner says"
 	@echo "make test      the test suite (under 15 minutes on two cores)"
 	@echo "make test-all  the wider matrix"
+	@echo "make bench     speed and memory against stock ways, on two quiet cores; writes docs/performance.md"
 	@echo "make conformance  accelerate's own tests on the device; writes docs/conformance.md"
 	@echo "make conformance-trainer SOURCE=DIR  transformers' own Trainer tests, stock and ours; see docs/conformance_trainer.md"
 	@echo "make check     ruff, mypy and the tests"
@@ -38,6 +39,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.step_time --resume
+	$(BIN)/python -m benchmarks.collectives --ranks 2 4 --write docs/performance.md
+	$(BIN)/python -m benchmarks.performance_page
 
 conformance: $(STAMP)
 	$(BIN)/python -m tests.conformance
