@@ -207,6 +207,9 @@ def main() -> None:
     draw = random.Random(options.seed)
     results: dict = {"runs": []}
     with tempfile.TemporaryDirectory(prefix="survival-") as temporary:
+        if not options.without_torchrun:
+            results["torchrun"] = torchrun_seconds(Path(temporary, "torchrun"))
+            print(f"torchrun: {results['torchrun']}", flush=True)
         reference = undisturbed(Path(temporary, "undisturbed"))
         assert reference.code == 0, "the run without kills failed"
         for run in range(options.runs):
@@ -217,9 +220,6 @@ def main() -> None:
             print(f"run {run}: first committed step after {seconds} s; {'; '.join(wrong) or 'kept'}", flush=True)
             if wrong:
                 print(outcome.said, flush=True)
-        if not options.without_torchrun:
-            results["torchrun"] = torchrun_seconds(Path(temporary, "torchrun"))
-            print(f"torchrun: {results['torchrun']}", flush=True)
     every = [value for run in results["runs"] for value in run["recoveries"]]
     kept = sum(not run["faults"] for run in results["runs"])
     median, worst = statistics.median(every), max(every)
