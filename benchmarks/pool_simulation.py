@@ -15,7 +15,7 @@ def routing() -> None:
     print("| cores | link | Zipf | requests/s | least loaded | gain | hits | least loaded | utilisation | p99 |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for cores, per_server in ((16, 1), (16, 8), (64, 1), (1000, 1)):
-        base = Scenario(cores=cores, cores_per_server=per_server, host_cache=0.0, requests=max(10_000, 12 * cores))
+        base = Scenario(cores=cores, cores_per_server=per_server, host_cache=0.0, requests=max(10_000, 40 * cores))
         if per_server > 1:
             base = replace(base, host_cache=4.1 * GB)
         for zipf in ZIPF:

@@ -102,6 +102,7 @@ class _Simulation:
         self.queues = [simpy.Store(self.environment, capacity=1) for _ in range(scenario.cores)]
         self.busy = [0.0] * scenario.cores
         self.trained = [0.0] * scenario.cores
+        self.since: list[float | None] = [None] * scenario.cores  # when the request began that runs
         self.latencies: list[float] = []
         self.hits = self.host_hits = self.misses = self.completed = 0
         self.warm = scenario.requests // 10
@@ -118,6 +119,9 @@ class _Simulation:
         else:
             self.environment.process(self._arrive(self.scenario.arrivals))
         self.environment.run(until=self.finished)
+        for index, since in enumerate(self.since):  # what runs as the last request ends
+            if since is not None:
+                self.busy[index] += min(self.scenario.compute, self.environment.now - max(since, self.warm_at))
         elapsed, cores = self.environment.now - self.warm_at, self.scenario.cores
         ordered = sorted(self.latencies)
         counted = max(1, self.hits + self.misses)
@@ -185,6 +189,7 @@ class _Simulation:
                 yield from self._train(index)
             request = yield self.queues[index].get()
             yield request.started
+            self.since[index] = environment.now
             yield environment.timeout(scenario.compute - last)
             yield request.loaded  # the last layers wait for the last group
             yield environment.timeout(last)
@@ -203,6 +208,7 @@ class _Simulation:
 
     def _complete(self, index: int, request: _Request) -> None:
         self.completed += 1
+        self.since[index] = None
         self.router.done(self.router.cores[index])
         if self.completed == self.warm:
             self.warm_at = self.environment.now
