@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,10 @@ class GradientReducer(ABC):
     def _start(self, bucket: Bucket, flat: Tensor) -> tuple[Tensor, Any]:
         """Start to reduce a buffer; the result, which is there once the work is done, and the work."""
 
+    def _landed(self, result: Tensor) -> Tensor:
+        """A reduced buffer where it stays until the backward pass is over."""
+        return result
+
     @abstractmethod
     def _deliver(self, bucket: Bucket, result: Tensor, present: set[str]) -> None:
         """Put the reduced gradients of the parameters in `present` where they belong; the others have none."""
@@ -85,7 +90,9 @@ class GradientReducer(ABC):
             if parameter.requires_grad:
                 self._trained.add(name)
                 if name not in self._hooks:
-                    self._hooks[name] = parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+                    # A parameter holds its hooks where the garbage collector does not look for cycles.
+                    hook = partial(_tell, weakref.ref(self), name)
+                    self._hooks[name] = parameter.register_post_accumulate_grad_hook(hook)
         if self._synchronizes:
             self._update_buckets()
             self._bucket_of = {name: n for n, bucket in enumerate(self.buckets) for name in bucket.names}
@@ -110,6 +117,7 @@ class GradientReducer(ABC):
         for bucket, result, work in current.launched:
             if work is not None:
                 work.wait()
+                result = self._landed(result)
             self._deliver(bucket, result, present.intersection(bucket.names))
         self._trained = set()
 
@@ -162,7 +170,13 @@ class GradientReducer(ABC):
             sent, result, work = current.launched[-1 - IN_FLIGHT]
             if work is not None:
                 work.wait()
-                current.launched[-1 - IN_FLIGHT] = (sent, result, None)
+                current.launched[-1 - IN_FLIGHT] = (sent, self._landed(result), None)
+
+
+def _tell(reducer: weakref.ref[GradientReducer], name: str, parameter: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive._arrived(name, parameter)
 
 
 class AllReduced(GradientReducer):
@@ -200,6 +214,7 @@ class AllReduced(GradientReducer):
 class Scattered(GradientReducer):
     """ZeRO-1: each rank is left with the reduced gradients of its own spans, in `gradients`, until they are cleared.
 
+    They are in `memory`, if one is given: each bucket leaves for it while the backward pass computes the next ones.
     `present` names the parameters that have a gradient, on whatever rank.
     """
 
@@ -209,9 +224,11 @@ class Scattered(GradientReducer):
         group: dist.ProcessGroup,
         divisor: int,
         buckets: Sequence[Bucket],
+        memory: torch.device | None = None,
     ) -> None:
         super().__init__(parameters, group, divisor)
         self.buckets = tuple(buckets)
+        self.memory = memory
         self.gradients: dict[Span, Tensor] = {}
         self.present: set[str] = set()
 
@@ -225,6 +242,9 @@ class Scattered(GradientReducer):
     def _start(self, bucket: Bucket, flat: Tensor) -> tuple[Tensor, Any]:
         chunk = flat.new_empty(bucket.chunk)
         return chunk, dist.reduce_scatter_tensor(chunk, flat, group=self.group, async_op=True)
+
+    def _landed(self, result: Tensor) -> Tensor:
+        return result.to(self.memory or result.device)
 
     def _deliver(self, bucket: Bucket, result: Tensor, present: set[str]) -> None:
         self.present |= present

@@ -1,4 +1,4 @@
-"""Float32 master weights of a low-precision model that one process trains: what ZeRO-1 shares out, on one rank."""
+"""What ZeRO-1 shares out, on one rank: float32 master weights, and optimizer states in the host's memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from optimum_trn.parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 class MasterWeights(Zero1Optimizer):
     """Wraps an optimizer, which updates float32 copies of bfloat16 and float16 parameters; the model has them rounded.
 
+    With `memory`, it updates copies of all parameters there, and keeps its states there.
+
     As at several ranks, gradients accumulate in float32, and what someone else writes to the weights counts. Without a
     process group there is nothing to reduce or gather: `loss.backward()` and `Parameter.grad` are as ever.
     `parameters` are those that the optimizer holds, by name.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        memory: torch.device | None = None,
+    ) -> None:
         # Not Zero1Optimizer.__init__, which makes reducers for a process group.
         self.optimizer = optimizer
+        self.memory = memory
         self.parameters = dict(parameters)
         self.reducers = []
         self._accumulate_in_float32()
@@ -40,7 +48,7 @@ class MasterWeights(Zero1Optimizer):
         self._prepare({span: grad for span, grad in gradients.items() if grad is not None})
         self.optimizer.step()
         for span in self.parts:
-            if self.parameters[span.name].dtype in LOW_PRECISION and gradients[span] is not None:
+            if self.has_copy_of(self.parameters[span.name]) and gradients[span] is not None:
                 self._values(span).copy_(self.parts[span].view(-1))
         self._versions = self._current_versions()
 
@@ -52,10 +60,12 @@ class MasterWeights(Zero1Optimizer):
             self.optimizer.load_state_dict(state_dict)
 
 
-def with_master_weights(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, wrapped if it holds a parameter in low precision."""
+def with_master_weights(
+    optimizer: torch.optim.Optimizer, model: nn.Module, memory: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer, wrapped if it holds a parameter in low precision or is to keep its states in `memory`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(parameter.dtype in LOW_PRECISION for parameter in held):
+    if memory is None and not any(parameter.dtype in LOW_PRECISION for parameter in held):
         return optimizer
-    return MasterWeights(optimizer, {names.get(id(p), f"parameter {n}"): p for n, p in enumerate(held)})
+    return MasterWeights(optimizer, {names.get(id(p), f"parameter {n}"): p for n, p in enumerate(held)}, memory)

@@ -57,8 +57,8 @@ class ParallelConfig:
     have the same layers: a multiple of the tensor-parallel ones, which have the same tokens.  With `zero_1` the
     optimizer is cut over the ranks that hold the same weights; with
     `mics_partition_size` the weights and gradients are, too, over groups of that many data-parallel ranks, with the
-    context-parallel ones that have the same rows ("auto": see mics.py).  Raises `MeshError` when a degree is not a
-    positive integer.
+    context-parallel ones that have the same rows ("auto": see mics.py).  With `optimizer_offload` its states are in the
+    host's memory.  Raises `MeshError` when a degree is not a positive integer.
 
     `recompute` says what training recomputes in the backward pass instead of keeping it: the layers
     ("full"), the first of them (their ratio, a number of at most 1), or the core of attention ("selective").
@@ -74,6 +74,7 @@ class ParallelConfig:
     context_parallel_size: int = 1
     expert_parallel_size: int = 1
     zero_1: bool = True
+    optimizer_offload: bool = False
     mics_partition_size: int | Literal["auto"] | None = None
     recompute: str | float | None = None
     fuse_qkv: bool = False
@@ -90,6 +91,7 @@ class ParallelConfig:
                 "Set tensor_parallel_size above 1, or leave sequence_parallel off."
             )
         self._check_expert_size()
+        self._check_offload()
         if self.mics_partition_size is not None and (self.fuse_qkv or self.fuse_gate_up):
             raise MeshError(
                 "fuse_qkv and fuse_gate_up keep weights together that mics_partition_size takes apart one by one: "
@@ -100,6 +102,20 @@ class ParallelConfig:
         if self.pipeline_schedule not in STAGES_PER_RANK:
             raise MeshError(
                 f"pipeline_schedule must be one of {', '.join(STAGES_PER_RANK)}, not {self.pipeline_schedule!r}."
+            )
+
+    def _check_offload(self) -> None:
+        if not self.optimizer_offload:
+            return
+        if not self.zero_1:
+            raise MeshError(
+                "optimizer_offload=True moves what zero_1 shares out to the memory of the host, and zero_1 is False: "
+                "leave zero_1 on."
+            )
+        if self.mics_partition_size is not None:
+            raise MeshError(
+                f"optimizer_offload=True can't be combined with mics_partition_size={self.mics_partition_size!r}: the "
+                "states follow the weights, which are shards of FSDP2 in the device's memory. Leave one of them out."
             )
 
     def _check_partition_size(self, size: object) -> None:
@@ -115,7 +131,7 @@ class ParallelConfig:
     @property
     def of_model(self) -> ParallelConfig:
         """Without the fields that say nothing of the model itself: only these must agree with a loaded model's."""
-        return replace(self, zero_1=True, mics_partition_size=None)
+        return replace(self, zero_1=True, optimizer_offload=False, mics_partition_size=None)
 
     @property
     def model_degrees(self) -> dict[str, int]:

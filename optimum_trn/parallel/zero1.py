@@ -43,6 +43,10 @@ class Zero1Optimizer(WrappedOptimizer):
     it is, is tried out: see granularity.py. A part of a bfloat16 or float16 parameter is a float32 master weight, and
     its gradients accumulate and are reduced in float32. Parts of other parameters share their memory.
 
+    With `memory`, parts and states lie there instead, in the host's memory say, and are updated there (ZeRO-Offload:
+    Ren et al. 2021, arXiv:2101.06840): reduced gradients leave for it during the backward pass, bucket by bucket, and
+    new weights come back with the gathers.
+
     `parameters` are those of the model, by name: all that require a gradient, and all that the optimizer holds. Their
     gradients are in `reducer.gradients` after `reducer.finish()`, until `step` has used them. `others`, such as
     experts, are cut over the ranks of a group of their own, and have a reducer of their own in `reducers`.
@@ -62,8 +66,10 @@ class Zero1Optimizer(WrappedOptimizer):
         divisor: int,
         bucket_bytes: int = BUCKET_BYTES,
         others: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup]] = (),
+        memory: torch.device | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.memory = memory
         self.parameters = {**parameters, **{name: p for more, _ in others for name, p in more.items()}}
         families = [(parameters, group), *others]
         is_cut = any(dist.get_world_size(ranks) > 1 for _, ranks in families)
@@ -80,9 +86,17 @@ class Zero1Optimizer(WrappedOptimizer):
         for family, ranks in families:
             layout: Layout = ByParameters() if whole else by_elements
             buckets = make_buckets(family, dist.get_world_size(ranks), layout, bucket_bytes)
-            self.reducers.append(Scattered(family, ranks, divisor, buckets))
+            self.reducers.append(Scattered(family, ranks, divisor, buckets, memory))
         self.reducer = self.reducers[0]
         self._take_parts(span for reducer in self.reducers for span in spans_of(reducer.buckets, reducer.rank))
+
+    def has_copy_of(self, parameter: Tensor) -> bool:
+        """Whether the part of a parameter of the model is a copy: a float32 master weight, or in another memory."""
+        return parameter.dtype in LOW_PRECISION or self.memory is not None
+
+    def _copied(self, values: Tensor) -> Tensor:
+        dtype = torch.float32 if values.dtype in LOW_PRECISION else values.dtype
+        return values.to(self.memory or values.device, dtype, copy=True)
 
     def _accumulate_in_float32(self) -> None:
         for parameter in self.parameters.values():
@@ -106,7 +120,8 @@ class Zero1Optimizer(WrappedOptimizer):
                 state = self.optimizer.state.pop(parameter, None)
                 for span in own[names[id(parameter)]]:
                     is_whole = span.length == parameter.numel()  # then in its shape, which some optimizers must see
-                    values = self._values(span).float() if parameter.dtype in LOW_PRECISION else self._values(span)
+                    values = self._values(span)
+                    values = self._copied(values) if self.has_copy_of(parameter) else values
                     part = self.parts[span] = nn.Parameter(values.view_as(parameter) if is_whole else values)
                     parts.append(part)
                     if state is not None:
@@ -124,7 +139,7 @@ class Zero1Optimizer(WrappedOptimizer):
         """The part of a state that an optimizer kept of a whole parameter."""
         if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
             return value
-        return value.reshape(-1).narrow(0, span.start, span.length).view_as(part).to(part.dtype)
+        return value.reshape(-1).narrow(0, span.start, span.length).view_as(part).to(part.device, part.dtype)
 
     def _values(self, span: Span) -> Tensor:
         """The span in the model's parameter: a view."""
@@ -154,12 +169,12 @@ class Zero1Optimizer(WrappedOptimizer):
         """Give the parts the weights as they are now, and their gradients."""
         for span, part in self.parts.items():
             parameter = self.parameters[span.name]
-            if parameter.dtype not in LOW_PRECISION:
+            if not self.has_copy_of(parameter):
                 part.data = self._values(span).view_as(part)  # the model may have moved to another memory since
             elif parameter._version != self._versions[span.name]:
                 part.copy_(self._values(span).view_as(part))  # someone else has written the weights since
             gradient = gradients.get(span)
-            part.grad = None if gradient is None else gradient.view_as(part)
+            part.grad = None if gradient is None else gradient.view_as(part).to(part.device)
 
     def settle(self) -> None:
         """Wait until the model's parameters are those of the last step."""
@@ -180,7 +195,7 @@ class Zero1Optimizer(WrappedOptimizer):
 
     def _receive(self, rank: int, bucket: Bucket, flat: Tensor) -> None:
         for span in bucket.spans:
-            if span.rank != rank or bucket.dtype in LOW_PRECISION:
+            if span.rank != rank or self.has_copy_of(self.parameters[span.name]):
                 self._values(span).copy_(bucket.part(flat, span))
         self._versions |= {name: self.parameters[name]._version for name in bucket.names}
 
@@ -201,11 +216,11 @@ class Zero1Optimizer(WrappedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states and master weights, and what they are parts of."""
+        """This rank's states and copies of weights, and what they are parts of."""
         masters = {
             index: part.detach()
             for index, (span, part) in enumerate(self.parts.items())
-            if self.parameters[span.name].dtype in LOW_PRECISION
+            if self.has_copy_of(self.parameters[span.name])
         }
         spans = [tuple(span) for span in self.parts]
         return {**self.optimizer.state_dict(), "masters": masters, "spans": spans}

@@ -74,6 +74,14 @@ class NeuronTrainingArguments(TrainingArguments):
             "over the data-parallel cores (ZeRO-1)."
         },
     )
+    optimizer_offload: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the optimizer and its states, and float32 master weights, are in the memory of the host: "
+            "gradients go there during the backward pass, new weights come back after the step (ZeRO-Offload). For "
+            "models whose states don't fit; needs zero_1."
+        },
+    )
     mics_partition_size: str | None = field(
         default=None,
         metadata={

@@ -191,7 +191,8 @@ class Replication:
             return optimizer
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         low_precision = any(parameter.dtype in LOW_PRECISION for parameter in held)
-        if self._partitioned or not self.config.zero_1 or (self.num_ranks == 1 and not low_precision):
+        has_copies = low_precision or self.config.optimizer_offload
+        if self._partitioned or not self.config.zero_1 or (self.num_ranks == 1 and not has_copies):
             return None
         if any(id(parameter) not in self._names for parameter in held):
             raise ValueError(
@@ -201,7 +202,8 @@ class Replication:
         wanted = {id(parameter) for parameter in held} | {id(p) for p in parameters.values() if p.requires_grad}
         shared = {name: parameter for name, parameter in parameters.items() if id(parameter) in wanted}
         (common, group), *others = self._families(shared)
-        return Zero1Optimizer(optimizer, common, group, self.num_ranks, capacity, others)
+        memory = torch.device("cpu") if self.config.optimizer_offload else None
+        return Zero1Optimizer(optimizer, common, group, self.num_ranks, capacity, others, memory)
 
     # ---- Around a backward pass -------------------------------------------------------------------------------------
 

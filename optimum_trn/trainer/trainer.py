@@ -155,11 +155,12 @@ class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, Static
         stock.save_pretrained = functools.partial(save_pretrained, stock)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in Trainer; with `zero_1`, a model in bfloat16 has float32 master weights in one process, too."""
+        """As in Trainer; one process, too, has float32 masters of bfloat16 weights, and states in the host's memory."""
         self.optimizer = super().create_optimizer(*args, **kwargs)
         elsewhere = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.mesh is None and self.parallel_config.zero_1 and not elsewhere:
-            self.optimizer = with_master_weights(self.optimizer, self.model)
+            memory = torch.device("cpu") if self.parallel_config.optimizer_offload else None
+            self.optimizer = with_master_weights(self.optimizer, self.model, memory)
         return self.optimizer
 
     # ---- Data and counting ------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The gradient engine: what every rank ends up with is the mean over the ranks, whatever took part in backward."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +34,31 @@ def test_whole_parameters_are_shared_out_evenly_over_all_buckets():
     assert {s.name: s.rank for s in (*first, *second)} == {"a": 0, "b": 1, "c": 1, "d": 1}
     assert layout.owned == [8, 10] and chunk == 8
     assert all(s.start == 0 for s in (*first, *second))
+
+
+def what_is_left_of_a_model(rank, world_size):
+    """Whether a model and its reducer are there once nobody holds them; while they are, so is their process group."""
+    left = []
+    for scattered in (False, True):
+        model = nn.Linear(4, 4).to(local_device())
+        parameters = dict(model.named_parameters())
+        if scattered:
+            buckets = make_buckets(parameters, world_size, by_elements)
+            reducer = Scattered(parameters, dist.group.WORLD, world_size, buckets)
+        else:
+            reducer = AllReduced(parameters, dist.group.WORLD, world_size)
+        reducer.begin()
+        model(torch.ones(2, 4, device=local_device())).sum().backward()
+        reducer.finish()
+        references = [weakref.ref(model), weakref.ref(reducer)]
+        del model, parameters, reducer
+        gc.collect()
+        left += [reference() for reference in references]
+    return left
+
+
+def test_a_model_and_its_reducer_go_when_nobody_holds_them():
+    assert run_ranks(what_is_left_of_a_model, 1, device="cpu") == [[None] * 4]
 
 
 def test_buckets_are_in_reverse_order_with_one_dtype_and_bounded():
