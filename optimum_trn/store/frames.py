@@ -31,6 +31,7 @@ Self = TypeVar("Self", bound="FrameServer")
 
 AUTHENTICATION_SECONDS = 20.0
 FRAME_SECONDS = 120.0  # a frame that has begun must be there
+BURST_SECONDS = 0.05  # of sending late that a throttle makes up for: it may be woken later than it asked for
 PIECE = 64 << 10  # bytes that are written between two looks at the throttle
 
 
@@ -43,8 +44,10 @@ class Throttle:
 
     async def take(self, size: int) -> None:
         """Wait until the link has carried what is before these bytes, and these."""
-        self._free_at = max(self._free_at, time.monotonic()) + size / self.rate
-        await asyncio.sleep(self._free_at - time.monotonic())
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + size / self.rate
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
 
 
 class FrameServer:
