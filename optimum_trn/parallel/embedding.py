@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from optimum_trn.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group
+from optimum_trn.parallel.deferred_logits import DeferredLogits
 from optimum_trn.parallel.linear import ColumnParallelLinear
 from optimum_trn.parallel.mesh import RankGroup
 
@@ -45,13 +46,17 @@ class ParallelLMHead(ColumnParallelLinear):
     """The output head: each rank computes the logits of its own vocabulary range.
 
     They are gathered to (..., out_features), unless `gathers_output` is off while a vocabulary-parallel loss takes
-    them: then the range of the last ranks may reach beyond the vocabulary, with logits that mean nothing.
+    them, and computes them itself: then the range of the last ranks may reach beyond the vocabulary, with logits that
+    mean nothing.
     """
 
     gathers_output: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.output(F.linear(copy_to_group(input, self.group.process_group), self.weight, self.bias))
+        input = copy_to_group(input, self.group.process_group)
+        if not self.gathers_output and not torch.compiler.is_compiling():
+            return DeferredLogits.of(input, self.weight, self.bias)
+        return self.output(F.linear(input, self.weight, self.bias))
 
     def output(self, logits: Tensor) -> Tensor:
         """What the head gives of this rank's logits, (..., own tokens)."""

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from optimum_trn.parallel import RankGroup
+from optimum_trn.parallel.deferred_logits import DeferredLogits
 from optimum_trn.parallel.loss import VocabParallelCausalLMLoss, vocab_parallel_cross_entropy
 from tests.devices import DEVICES, FLOAT64, local_device
 from tests.distributed import run_ranks
@@ -91,3 +92,58 @@ def lean(rank, world_size):
 
 def test_only_the_local_softmax_is_kept_for_the_backward_pass():
     run_ranks(lean, 2, device="cpu")
+
+
+def deferred(rank, world_size, dtype):
+    """Losses and gradients of a head whose logits exist for 3 tokens at a time, and of the whole stock head."""
+    from optimum_trn.parallel import loss as module
+
+    module.TOKENS, module.BYTES = 3, 0
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((2, 7, 5), (VOCAB, 5), (VOCAB,)))
+    labels = torch.randint(VOCAB, (2, 7), generator=generator)
+    labels[0, 3] = labels[1, :2] = -100
+    width = -(-VOCAB // world_size)
+    start = rank * width
+    missing = max(0, start + width - VOCAB)
+    own = [
+        hidden,
+        F.pad(weight[start : start + width], (0, 0, 0, missing), value=9.0),
+        F.pad(bias[start : start + width], (0, missing), value=9.0),
+    ]
+    own = [tensor.to(local_device(), dtype).requires_grad_() for tensor in own]
+    whole = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    loss = VocabParallelCausalLMLoss(ForCausalLMLoss, RankGroup(dist.group.WORLD))
+    mine = loss(logits=DeferredLogits.of(*own), labels=labels.to(local_device()), vocab_size=VOCAB)
+    # Not the stock function, which computes in float32.
+    theirs = F.cross_entropy(F.linear(*whole).to(mine.dtype)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    (mine * 3).backward()
+    (theirs * 3).backward()
+    partial = own[0].grad.clone()
+    dist.all_reduce(partial)
+    expected = [F.pad(t.grad[start : start + width], (0,) * (2 * t.dim() - 1) + (missing,)) for t in whole[1:]]
+    with torch.no_grad():
+        evaluated = loss(logits=DeferredLogits.of(*own), labels=labels.to(local_device()), vocab_size=VOCAB)
+    pairs = [(mine.detach(), theirs.detach()), (evaluated, theirs.detach()), (partial, whole[0].grad)]
+    return [(a.cpu(), b) for a, b in (*pairs, *zip((t.grad for t in own[1:]), expected, strict=True))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_head_with_the_loss_has_the_gradients_of_the_stock_head_though_only_a_chunk_of_logits_exists(dtype):
+    tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=2e-2, atol=2e-2)
+    for pairs in run_ranks(deferred, 2, dtype, device="cpu"):
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine.to(theirs.dtype), theirs, **tolerance)
+
+
+def test_whatever_else_looks_at_deferred_logits_gets_them_whole_with_their_gradient():
+    hidden, weight = torch.randn(2, 3, 5, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    logits = DeferredLogits.of(hidden, weight, None)
+    assert logits.shape == (2, 3, 4) and logits.dtype == torch.float32 and logits._product is None
+    scaled = logits / 2
+    assert type(scaled) is torch.Tensor and torch.equal(scaled, F.linear(hidden, weight) / 2)
+    torch.cat([logits, logits.float()])[..., 1].sum().backward()
+    expected = torch.zeros(4, 5)
+    expected[1] = 2 * hidden.detach().sum((0, 1))
+    torch.testing.assert_close(weight.grad, expected)
+    assert logits.requires_grad and logits.untyped_storage().nbytes() == logits.numel() * 4
