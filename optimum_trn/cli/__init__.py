@@ -5,7 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from optimum_trn.cli import consolidate, env, failures, launch, placement, plan, pool
+from optimum_trn.cli import (
+    cache,
+    consolidate,
+    env,
+    failures,
+    launch,
+    ls,
+    models,
+    monitor,
+    placement,
+    plan,
+    pool,
+    precompile,
+    top,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -19,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     placement.add_to(commands)
     failures.add_to(commands)
     pool.add_to(commands)
+    models.add_to(commands)
+    cache.add_to(commands)
+    precompile.add_to(commands)
+    ls.add_to(commands)
+    top.add_to(commands)
+    monitor.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend
 
 from optimum_trn.device import liveness, neuronlink
 from optimum_trn.device.build import load_extension
@@ -17,17 +17,19 @@ def register() -> None:
     """Let `torch.distributed.init_process_group("neuron")` find the backend; it is the default for neuron tensors."""
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, create, devices=["neuron", "cpu"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["neuron", "cpu"])
 
 
-def create(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+def create(options: Any, _: Any = None) -> Backend:
     """One group's backend on this rank: NeuronLink in a host, gloo otherwise; a member's death fails it everywhere."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     liveness.announce(store, rank)
     gloo = dist.ProcessGroupGloo(store, rank, size, _gloo_options(timeout))
     # Or a rank that is done at once would close connections that others are still making.
     gloo.barrier().wait()  # type: ignore[attr-defined]
     extension = load_extension()
     group: Backend = extension.ProcessGroupNeuron(gloo, store, neuronlink.connect(store, rank, size))
+    group.state.ranks = list(options.global_ranks_in_group) or list(range(size))  # type: ignore[attr-defined]
     liveness.watch(store, size, group.state)  # type: ignore[attr-defined]
     return group
 

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from optimum_trn import hardware
+from optimum_trn.device import core_status
 from optimum_trn.device.build import load_extension
+from optimum_trn.device.step_graphs import start as start_step_graphs
+from optimum_trn.device.step_graphs import step_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +156,8 @@ def _lazy_init() -> None:
                 instance().name,
             )
         extension.configure(len(cores), instance().chip.hbm_bytes_per_core(logical_core_size()), core)
+        graphs = start_step_graphs(extension, target=instance().name.partition(".")[0])
+        core_status.start(graphs, instance().name, logical_core_size(), cores[core], core)
         _initialized = True
         if _pending_seed is not None:
             manual_seed_all(_pending_seed)
@@ -272,8 +277,10 @@ def get_device_capability(device: DeviceLike = None) -> None:
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Return when the core has finished; operators of the simulator are finished when they return."""
+    """Return when the core has finished, which ends a step graph; operators are finished when they return."""
     _index(device)
+    if (graphs := step_graphs()) is not None:
+        graphs.mark_step()
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:

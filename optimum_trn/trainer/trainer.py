@@ -33,6 +33,7 @@ from .fault_tolerance import FaultToleranceMixin
 from .item_count import UseOf
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
+from .simulated_run import SimulatedRunMixin
 from .static_shapes import StaticShapesMixin
 from .trials import TrialEnded, pruned_together
 from .trl import TRLMixin
@@ -40,7 +41,7 @@ from .trl import TRLMixin
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, StaticShapesMixin):
+class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, StaticShapesMixin, SimulatedRunMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank

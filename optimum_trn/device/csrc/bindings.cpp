@@ -50,5 +50,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return result;
   }, py::arg("device"));
+  neuron::bind_recorder(m);
   neuron::bind_process_group(m);
 }

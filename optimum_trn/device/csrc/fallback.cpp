@@ -15,6 +15,7 @@
 #include "bindings.h"
 #include "device.h"
 #include "generator.h"
+#include "recorder.h"
 #include "rounding.h"
 
 namespace neuron {
@@ -23,14 +24,18 @@ namespace {
 
 // What an operator's schema says, read once.
 struct Plan {
-  enum class Kind : uint8_t { kPlain, kTensor, kTensors, kOptionalTensors, kDevice, kGenerator };
+  enum class Kind : uint8_t { kPlain, kNumber, kTensor, kTensors, kOptionalTensors, kDevice, kGenerator };
   struct Argument {
     Kind kind = Kind::kPlain;
     bool written = false;
     bool names_type = false;  // of the result
   };
   explicit Plan(const c10::FunctionSchema& schema)
-      : returns(schema.returns().size()), mixes_devices(takes_host_tensors(schema.name())), is_arithmetic(neuron::is_arithmetic(short_name(schema.name()))) {
+      : name(number_of_operator(c10::toString(schema.operator_name()))),
+        returns(schema.returns().size()),
+        mixes_devices(takes_host_tensors(schema.name())),
+        is_arithmetic(neuron::is_arithmetic(short_name(schema.name()))),
+        is_view(returns == 1 && schema.returns()[0].alias_info() && !schema.returns()[0].alias_info()->isWrite()) {
     for (const auto& argument : schema.arguments()) {
       arguments.push_back({kind_of(*argument.type()), argument.alias_info() && argument.alias_info()->isWrite(), argument.name() == "dtype"});
     }
@@ -43,6 +48,8 @@ struct Plan {
     switch (type.kind()) {
       case c10::TypeKind::TensorType:
         return Kind::kTensor;
+      case c10::TypeKind::NumberType:
+        return Kind::kNumber;
       case c10::TypeKind::DeviceObjType:
         return Kind::kDevice;
       case c10::TypeKind::GeneratorType:
@@ -50,6 +57,7 @@ struct Plan {
       case c10::TypeKind::ListType: {
         const auto& element = *type.castRaw<c10::ListType>()->getElementType();
         if (element.kind() == c10::TypeKind::TensorType) return Kind::kTensors;
+        if (element.kind() == c10::TypeKind::NumberType) return Kind::kNumber;
         if (element.kind() == c10::TypeKind::OptionalType && kind_of(element) == Kind::kTensor) return Kind::kOptionalTensors;
         return Kind::kPlain;
       }
@@ -66,9 +74,11 @@ struct Plan {
   }
 
   std::vector<Argument> arguments;
+  uint32_t name;
   size_t returns;
   bool mixes_devices;
   bool is_arithmetic;
+  bool is_view;
 };
 
 // The device tensors of one call beside their aliases.
@@ -199,17 +209,87 @@ void run_rounded(const Plan& plan, const c10::OperatorHandle& op, torch::jit::St
   }
 }
 
+// Notes the operator in the graph of this thread, from arguments that are not yet replaced by their aliases.
+void record_operator(const Plan& plan, const c10::IValue* arguments) {
+  static thread_local Entry entry;
+  Recorder& recorder = Recorder::current();
+  entry.start(plan.name, recorder.in_optimizer());
+  int device = -1;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (device < 0 && tensor.defined() && tensor.device().type() == kNeuron) device = tensor.device().index();
+    entry.tensor(tensor);
+  };
+  for (size_t i = 0; i < plan.arguments.size(); ++i) {
+    const c10::IValue& value = arguments[i];
+    switch (plan.arguments[i].kind) {
+      case Plan::Kind::kPlain:
+        entry.value(value);
+        break;
+      case Plan::Kind::kNumber:
+        if (value.isList() && recorder.in_optimizer()) {
+          entry.nothing();
+        } else {
+          entry.number(value);
+        }
+        break;
+      case Plan::Kind::kTensor:
+        value.isTensor() ? add(value.toTensor()) : entry.value(c10::IValue());
+        break;
+      case Plan::Kind::kTensors:
+        if (value.isTensorList()) {
+          const auto& tensors = value.toTensorList();
+          entry.list(tensors.size());
+          for (const at::Tensor& tensor : tensors) add(tensor);
+        } else {
+          entry.value(c10::IValue());
+        }
+        break;
+      case Plan::Kind::kOptionalTensors:
+        if (value.isOptionalTensorList()) {
+          const auto& tensors = value.toOptionalTensorList();
+          entry.list(tensors.size());
+          for (const std::optional<at::Tensor>& tensor : tensors) add(tensor.value_or(at::Tensor()));
+        } else {
+          entry.value(c10::IValue());
+        }
+        break;
+      case Plan::Kind::kDevice:
+      case Plan::Kind::kGenerator:
+        entry.nothing();
+        break;
+    }
+  }
+  recorder.add(entry, device < 0 ? current_device() : device);
+}
+
+void record_results(const c10::IValue* results, size_t count, int device) {
+  Entry entry;
+  entry.start(0, false);
+  for (size_t i = 0; i < count; ++i) {
+    if (results[i].isTensor()) {
+      entry.tensor(results[i].toTensor());
+    } else if (results[i].isTensorList()) {
+      for (const at::Tensor& tensor : results[i].toTensorList()) entry.tensor(tensor);
+    }
+  }
+  Recorder::current().add_results(entry, device);
+}
+
 void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   require_not_forked();
   keep_backward_on_this_thread();
   Aliases aliases;
   c10::IValue* arguments = stack->data() + (stack->size() - plan.arguments.size());
+  const Recording recorded;
+  const bool records = recorded && !plan.is_view;
+  if (records) record_operator(plan, arguments);
   c10::IValue* generator = nullptr;
   for (size_t i = 0; i < plan.arguments.size(); ++i) {
     c10::IValue& value = arguments[i];
     const bool written = plan.arguments[i].written;
     switch (plan.arguments[i].kind) {
       case Plan::Kind::kPlain:
+      case Plan::Kind::kNumber:
         break;
       case Plan::Kind::kTensor:
         if (value.isTensor()) value = aliases.add(value.toTensor(), written);
@@ -280,6 +360,9 @@ void run(const Plan& plan, const c10::OperatorHandle& op, torch::jit::Stack* sta
       }
     }
   });
+  if (C10_UNLIKELY(records && Recorder::current().wants_results())) {
+    record_results(stack->data() + (stack->size() - plan.returns), plan.returns, aliases.device);
+  }
 }
 
 // One operator's kernel: the plan is made on its first call.

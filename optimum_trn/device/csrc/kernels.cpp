@@ -16,6 +16,7 @@
 #include "alias.h"
 #include "allocator.h"
 #include "device.h"
+#include "recorder.h"
 #include "rounding.h"
 
 namespace neuron {
@@ -102,8 +103,17 @@ Tensor view_as_type(const Tensor& self, c10::ScalarType type) {
   return at::native::view_dtype(self, type);
 }
 
+// Copies on cores are operations, and those to the host end a graph; those from the host are its inputs, which its operations show.
+void record_copy(const Tensor& self, const Tensor& destination) {
+  static const uint32_t name = number_of_operator("aten::_copy_from");
+  if (self.device().type() != kNeuron) return Recorder::current().note_input(destination);
+  if (destination.device().type() != kNeuron) return Recorder::current().read("copy");
+  record(name, {destination, self}, {}, self.device().index());
+}
+
 Tensor copy_from(const Tensor& self, const Tensor& destination, bool non_blocking) {
   require_not_forked();
+  if (const Recording recorded; recorded) record_copy(self, destination);
   AllocateOnCore on_core(destination.device().type() == kNeuron ? destination.device().index() : -1);
   // The core rounds what it makes narrower itself; what is narrowed on the host is rounded as the host does.
   const bool rounds = rounds_stochastically() && self.device().type() == kNeuron && is_narrow(destination.scalar_type()) &&
@@ -125,6 +135,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& destination) {
 
 c10::Scalar local_scalar_dense(const Tensor& self) {
   require_not_forked();
+  if (const Recording recorded; recorded) Recorder::current().read("value");
   return at::_local_scalar_dense(to_cpu(self));
 }
 
@@ -168,6 +179,9 @@ Tensor lazy_clone(const Tensor& self) { return self.clone(); }
 
 // Dropout as one operator, which the CPU would do with its own generator: the mask is drawn on the core.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  static const uint32_t name = number_of_operator("aten::native_dropout");
+  const Recording recorded;
+  if (recorded) record(name, {input}, {p, train}, input.device().index());
   if (input.numel() == 0) return {input.clone(), at::empty_like(input, input.options().dtype(at::kBool))};
   if (!train.value_or(true)) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   const double keep = 1 - p;

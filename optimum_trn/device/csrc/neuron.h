@@ -9,5 +9,6 @@
 namespace neuron {
 
 void bind_process_group(pybind11::module_& module);
+void bind_recorder(pybind11::module_& module);
 
 }  // namespace neuron

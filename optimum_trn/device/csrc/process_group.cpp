@@ -378,6 +378,7 @@ void bind_process_group(pybind11::module_& module) {
         std::lock_guard<std::mutex> lock(state.mutex);
         return state.closed;
       })
+      .def_readwrite("ranks", &GroupState::ranks)
       .def_property_readonly("linked", [](GroupState& state) { return state.link != nullptr; })
       .def_property_readonly("traffic", [](GroupState& state) {
         std::lock_guard<std::mutex> lock(state.mutex);

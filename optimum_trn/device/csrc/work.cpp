@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "progress.h"
+#include "recorder.h"
 
 namespace neuron {
 
@@ -91,6 +92,7 @@ void GroupState::fail(const std::string& reason) {
 void GroupState::count(const char* name, const Tensors& inputs, const Tensors& outputs) {
   uint64_t bytes = 0;
   for (const auto& tensor : inputs.empty() ? outputs : inputs) bytes += tensor.nbytes();
+  record_collective(name, inputs, outputs, ranks);
   std::lock_guard<std::mutex> lock(mutex);
   Traffic& counted = traffic[std::string_view(name).substr(std::string_view("neuron:").size()).data()];
   ++counted.calls;

@@ -45,6 +45,7 @@ struct GroupState {
   struct Traffic {
     uint64_t calls = 0, bytes = 0;
   };
+  std::vector<int64_t> ranks;              // of the members in the world; what the recorder shows
   std::map<std::string, Traffic> traffic;  // by operator; the bytes that this rank gave, or received where it gave none
 
   GroupState(int rank_, int size_, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Link> link_)
