@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     launch.add_to(commands)
     placement.add_to(commands)
     failures.add_to(commands)
+    agent.add_to(commands)
     pool.add_to(commands)
     models.add_to(commands)
     cache.add_to(commands)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_utils import seed_worker
 
+from ..checkpoint.spans import IdleSpans
 from ..parallel import ParallelConfig
 from ..parallel.mesh import axis_of
 from .accelerator_state import StateMixin
@@ -39,6 +40,8 @@ class DataParallelAccelerator(StateMixin):
 
     mesh: DeviceMesh
     replication: Replication
+    spans: IdleSpans | None = None
+    """What is told when gradients use the links; memory checkpoints travel in between."""
 
     @classmethod
     def adopt(cls, accelerator: Any, mesh: DeviceMesh, config: ParallelConfig) -> None:
@@ -103,13 +106,16 @@ class DataParallelAccelerator(StateMixin):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As in accelerate; on return the gradients are reduced over the data-parallel ranks, outside `no_sync`."""
-        with self.replication.reduced():
+        with self._links_busy(), self.replication.reduced():
             super().backward(loss, **kwargs)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that a pipeline has accumulated, over the data-parallel ranks."""
-        with self.replication.reduced():
+        with self._links_busy(), self.replication.reduced():
             pass
+
+    def _links_busy(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans.busy()
 
     def free_memory(self, *objects: Any) -> Any:
         """As in accelerate; gradients are no longer reduced."""

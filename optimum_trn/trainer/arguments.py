@@ -113,6 +113,14 @@ class NeuronTrainingArguments(TrainingArguments):
             "in its place before the next one is begun and before training ends; on_save is called before that."
         },
     )
+    memory_checkpoint_replicas: int = field(
+        default=0,
+        metadata={
+            "help": "In the memory of how many nodes, its own and its peers', the state after a step is kept: a "
+            'lost process or node costs one step at most; resume_from_checkpoint="auto" finds it. 0: none. Needs an '
+            "`optimum-trn agent` on every node; steps for which the links have no time are left out."
+        },
+    )
 
     static_shapes: str = field(
         default="auto",

@@ -28,9 +28,9 @@ from ..patching.adapters import adopt_adapters, parameter_counts, placements_of
 from ..patching.state import set_mesh
 from . import evaluation
 from .accelerator import DataParallelAccelerator
-from .checkpoints import CheckpointsMixin
 from .fault_tolerance import FaultToleranceMixin
 from .item_count import UseOf
+from .memory_checkpoints import MemoryCheckpointsMixin
 from .micro_batches import MicroBatches, deferred_backward
 from .partition import partition_model, resolved
 from .simulated_run import SimulatedRunMixin
@@ -41,7 +41,7 @@ from .trl import TRLMixin
 logger = logging.get_logger(__name__)
 
 
-class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, StaticShapesMixin, SimulatedRunMixin):
+class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, MemoryCheckpointsMixin, StaticShapesMixin, SimulatedRunMixin):
     """Makes any subclass of `transformers.Trainer` train sharded models: `class X(NeuronTrainerMixin, SFTTrainer)`.
 
     Takes what `Trainer` takes. `model` may be a stock model on the CPU, which is sharded here (with the weights of rank
@@ -396,7 +396,7 @@ class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, CheckpointsMixin, Static
     # ---- Saving and resuming: see checkpoints.py ---------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As in Trainer; see `CheckpointsMixin.train` for how it resumes."""
+        """As in Trainer; see `MemoryCheckpointsMixin.train` for how it resumes."""
         try:
             output = super().train(*args, **kwargs)
         except TrialEnded:
