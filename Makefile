@@ -41,9 +41,8 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.step_time --resume
+	$(BIN)/python -m benchmarks.step_time --resume; measured=$$?; $(BIN)/python -m benchmarks.performance_page && exit $$measured
 	$(BIN)/python -m benchmarks.collectives --ranks 2 4 --write docs/performance.md
-	$(BIN)/python -m benchmarks.performance_page
 
 conformance: $(STAMP)
 	$(BIN)/python -m tests.conformance
