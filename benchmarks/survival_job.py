@@ -37,6 +37,20 @@ class Clock(TrainerCallback):
                 clock.write(f"{state.global_step} {time.monotonic()} {os.getpid()}\n")
 
 
+class Pause(TrainerCallback):
+    """After a step, waits for a file: until then a node may come back, which itself does not wait."""
+
+    def __init__(self, trainer, step, file):
+        self.trainer = trainer
+        self.step = step
+        self.file = file
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and not self.trainer.engine.catching_up(self.step):
+            while not self.file.exists():
+                time.sleep(0.02)
+
+
 def model(dropout, tied):
     torch.manual_seed(7)
     return LlamaForCausalLM(
@@ -63,6 +77,7 @@ def main():
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=6)
     parser.add_argument("--save-steps", type=int, default=0)
+    parser.add_argument("--pause-at", type=int, default=0, help="the step after which to wait for a file named go")
     parser.add_argument("--torchrun", action="store_true", help="stock Trainer, data-parallel, with checkpoints")
     options = parser.parse_args()
     arguments = {
@@ -87,6 +102,8 @@ def main():
         trainer = NeuronTrainer(
             model(options.dropout, not options.untied), NeuronTrainingArguments(**arguments), train_dataset=Samples()
         )
+    if options.pause_at:
+        trainer.add_callback(Pause(trainer, options.pause_at, options.directory / "go"))
     trainer.add_callback(Clock(options.directory / "clock"))
     checkpoints = list((options.directory / "model").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=bool(checkpoints))
