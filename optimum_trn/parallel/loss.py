@@ -23,7 +23,7 @@ more bytes would leave the cache."""
 class _Target(NamedTuple):
     """Which of a rank's logits is the one of the label: its place among them, unless it is `elsewhere` or ignored."""
 
-    index: Tensor
+    place: Tensor
     elsewhere: Tensor
     ignored: Tensor
 
@@ -53,7 +53,7 @@ class _Target(NamedTuple):
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.process_group)
         # Type promotion makes the float32 copy and the subtraction one operation and one buffer.
         softmax = torch.sub(logits, maximum.unsqueeze(-1), out=out)
-        target_logit = softmax.gather(-1, self.index.unsqueeze(-1)).squeeze(-1).masked_fill(self.elsewhere, 0)
+        target_logit = softmax.gather(-1, self.place.unsqueeze(-1)).squeeze(-1).masked_fill(self.elsewhere, 0)
         softmax.exp_()
         if real_size < local_size:
             softmax[..., real_size:] = 0
@@ -68,10 +68,10 @@ class _Target(NamedTuple):
         if scale is None:
             softmax.masked_fill_(self.ignored.unsqueeze(-1), 0)
             minus_one = self.elsewhere.to(softmax.dtype).sub_(1).unsqueeze(-1)
-            return softmax.scatter_add_(-1, self.index.unsqueeze(-1), minus_one)
+            return softmax.scatter_add_(-1, self.place.unsqueeze(-1), minus_one)
         scale = scale.masked_fill(self.ignored, 0).unsqueeze(-1)
         minus_scale = -scale.masked_fill(self.elsewhere.unsqueeze(-1), 0)
-        return softmax.mul_(scale).scatter_add_(-1, self.index.unsqueeze(-1), minus_scale)
+        return softmax.mul_(scale).scatter_add_(-1, self.place.unsqueeze(-1), minus_scale)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -191,6 +191,8 @@ class VocabParallelCausalLMLoss:
     """
 
     takes_local_logits = True
+    needs_logits: bool
+    """Whether something else looks at the logits, which are gathered then; where it is not set, in evaluation only."""
 
     def __init__(self, stock: Callable[..., Tensor], group: RankGroup) -> None:
         self.stock = stock
