@@ -28,6 +28,8 @@ from .host_files import ArrivingTensor, HostFiles
 STAGES = Stages(network_bandwidth=100e9 / 8, copy_bandwidth=12e9, network_latency=50e-6)
 """What groups are planned for unless the caller knows better: network and host-to-device copy of DistMind's tests."""
 
+_BUILDING = threading.Lock()  # transformers' loader exchanges globals while it builds a model: one thread at a time
+
 
 class StreamingLoad(ShardedLoad):
     """A load that gives the model tensors of arbitrary entries, and keeps which slice of the files goes into each."""
@@ -258,7 +260,7 @@ def stream_model(
         files = HostFiles(pool, name)
     try:
         load = StreamingLoad(parallel_config, mesh, local_device(), files)
-        with agreed(f"Building the model {name}"):
+        with agreed(f"Building the model {name}"), _BUILDING:
             result = stock.from_pretrained(model_class.auto_class, load, files.directory.name, **kwargs)
         model_class.finished(load, result)
         assert load.model is not None

@@ -11,7 +11,9 @@ LINK_PER_CORE = Scenario(cores_per_server=1, host_cache=0.0, requests=3_000)
 
 
 @pytest.mark.parametrize("scenario", [LINK_PER_CORE, Scenario(requests=3_000)], ids=["link per core", "shared link"])
-@pytest.mark.parametrize("zipf", [0.0, 0.9, 0.99])
+@pytest.mark.parametrize(
+    "zipf", [pytest.param(0.0, marks=pytest.mark.full), 0.9, pytest.param(0.99, marks=pytest.mark.full)]
+)
 def test_cache_aware_is_never_below_least_loaded(scenario, zipf):
     aware = simulate(replace(scenario, zipf=zipf))
     least = simulate(replace(scenario, zipf=zipf, policy="least loaded"))
