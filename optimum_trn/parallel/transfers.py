@@ -60,7 +60,7 @@ class Layouts:
     pipeline."""
 
     def __init__(self) -> None:
-        self.announced: set[tuple[int, Hashable]] = set()
+        self.announced: dict[tuple[int, Hashable], Any] = {}
         self.known: dict[tuple[int, Hashable], Any] = {}
 
 
@@ -96,8 +96,8 @@ class Transfers:
         to = stage % self.group.size
         key = stage, self.keys[micro_batch]
         if key not in self.layouts.announced:
-            self.layouts.announced.add(key)
-            self._send(_header(specs_of(tree)).to(self.device), to)
+            specs = self.layouts.announced[key] = specs_of(tree)
+            self._send(_header(specs).to(self.device), to)
         for leaf in tree_flatten(tree)[0]:
             if isinstance(leaf, Tensor):
                 self._send(leaf.detach(), to)

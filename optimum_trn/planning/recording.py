@@ -63,7 +63,7 @@ WITHOUT_CODE = {
 }
 """Operators, whatever the overload, that only allocate or look at memory in another way, but are no views in torch."""
 
-READS = ("aten::_local_scalar_dense", "aten::equal")
+READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
 """Operators whose result is a number on the host."""
 
 PLACEHOLDER = 1

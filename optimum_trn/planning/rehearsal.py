@@ -95,7 +95,7 @@ class Rehearsal:
             world = torch.distributed.get_world_size()
             partition_model(self.model, mesh, launched_topology(world), device)
         self.model.train()
-        self.optimizer: Any = optimizer(self.model.parameters()) if optimizer else self._optimizer()
+        self.optimizer: Any = optimizer(self.model.parameters()) if optimizer else optimizer_of(run, self.model)
         self.replication = None
         if mesh is not None and torch.distributed.get_world_size() > 1:
             self.replication = Replication(mesh, parallel_config)
@@ -105,6 +105,12 @@ class Rehearsal:
         elif parallel_config.zero_1:
             self.optimizer = with_master_weights(self.optimizer, self.model)
         self.batch = batch_of(self.model, config, run, device)
+
+    def expect(self, key: Any, specs: Any) -> None:
+        """Know what arrives from the stage before, of micro-batches of that key: a trace gets no messages."""
+        assert self.pipeline is not None
+        for stage in range(self.pipeline.staged.stages.num_stages):
+            self.pipeline.engine.layouts.known[stage, key] = specs
 
     def watch_gradients(self, mark: Callable[[Iterable[Tensor | None]], None]) -> None:
         """Have `mark` see every gradient, whole when it has been accumulated and reduced before it is used."""
@@ -159,20 +165,23 @@ class Rehearsal:
             loss: Tensor = self.model(**batch).loss
         return loss / self.run.micro_batches if self.run.micro_batches > 1 else loss
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        arguments: Any = SimpleNamespace(
-            optim=self.run.optim,
-            optim_args=None,
-            learning_rate=self.run.learning_rate,
-            adam_beta1=0.9,
-            adam_beta2=0.999,
-            adam_epsilon=1e-8,
-        )
-        if self.run.optim.startswith("adamw_torch"):
-            fused = self.run.optim == "adamw_torch_fused"
-            return torch.optim.AdamW(self.model.parameters(), lr=self.run.learning_rate, fused=fused or None)
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, self.model)
-        return kind(self.model.parameters(), **options)
+
+def optimizer_of(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that Trainer would make for the parameters of `model`."""
+    parameters = list(model.parameters())
+    if run.optim.startswith("adamw_torch"):  # what Trainer asks the model for besides is for others
+        return torch.optim.AdamW(parameters, lr=run.learning_rate, fused=run.optim == "adamw_torch_fused" or None)
+    arguments: Any = SimpleNamespace(
+        optim=run.optim,
+        optim_args=None,
+        learning_rate=run.learning_rate,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+    )
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
+    optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    return optimizer
 
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:

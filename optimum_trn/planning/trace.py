@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,12 @@ from transformers import PretrainedConfig
 from optimum_trn.device import device_type
 from optimum_trn.device.install import fakes_are_tensors
 from optimum_trn.device.record import StepRecord
-from optimum_trn.errors import MeshError
+from optimum_trn.errors import MeshError, PlanError
 from optimum_trn.parallel import ParallelConfig
-from optimum_trn.parallel.granularity import granularity_of
+from optimum_trn.parallel.granularity import Granularity, granularity_of
 from optimum_trn.planning.hbm import HbmTimeline, hbm_timeline
 from optimum_trn.planning.recording import Recording
-from optimum_trn.planning.rehearsal import Rehearsal, Run
+from optimum_trn.planning.rehearsal import Rehearsal, Run, optimizer_of
 
 # torch's counter knows the accelerators' fused attention kernels, not the CPU's, which is the one the device runs.
 CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
@@ -97,8 +97,12 @@ def trace_training_step(
         max_grad_norm=0.0,
     )
     world = world_size or parallel_config.ranks_per_copy
+    arriving = None
+    if rank >= world // parallel_config.pipeline_parallel_size:  # no message says what the stage before sends
+        first = replace(run, micro_batches=1)
+        arriving = _sent_by_the_first_stage(config, parallel_config, first, world, optimizer)
     device = torch.device(device_type(), 0)
-    granularity_of(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))  # is tried out, which needs numbers
+    _check_optimizer(run, optimizer, parallel_config, world)
     with ExitStack() as stack:
         stack.enter_context(fake_process_group(world, rank))
         mesh = parallel_config.build_mesh()  # reads its own rank table, which a fake tensor would not have
@@ -106,6 +110,8 @@ def trace_training_step(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         recording = stack.enter_context(Recording(device))
         rehearsal = Rehearsal(config, parallel_config, run, mesh, device, optimizer)
+        if arriving is not None:
+            rehearsal.expect(*arriving)
         rehearsal.watch_gradients(partial(recording.mark, "gradients"))
         rehearsal.step()
         recording.begin_step()
@@ -117,3 +123,37 @@ def trace_training_step(
         recording.enabled = False
     peak = hbm.at_peak()
     return StepTrace(sum(peak.values()), peak, flops.get_total_flops(), recording.record, hbm)
+
+
+def _sent_by_the_first_stage(
+    config: PretrainedConfig,
+    parallel_config: ParallelConfig,
+    run: Run,
+    world_size: int,
+    optimizer: OptimizerFactory | None,
+) -> tuple[Any, Any]:
+    """The shape of a micro-batch, and the tree of shapes that goes from one stage to the next, from a forward pass."""
+    device = torch.device(device_type(), 0)
+    with ExitStack() as stack:
+        stack.enter_context(fake_process_group(world_size, 0))
+        mesh = parallel_config.build_mesh()
+        stack.enter_context(fakes_are_tensors())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Recording(device))
+        rehearsal = Rehearsal(config, parallel_config, run, mesh, device, optimizer)
+        rehearsal.step()
+        assert rehearsal.pipeline is not None
+        (_, key), specs = next(iter(rehearsal.pipeline.engine.layouts.announced.items()))
+        return key, specs
+
+
+def _check_optimizer(run: Run, factory: OptimizerFactory | None, config: ParallelConfig, world_size: int) -> None:
+    """What ZeRO-1 finds out by trying (granularity.py) can't be tried on fakes, which are all equal: see beforehand."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = factory(model.parameters()) if factory else optimizer_of(run, model)
+    shared = config.zero_1 and world_size > config.ranks_per_copy
+    if shared and granularity_of(optimizer) is not Granularity.ELEMENT:
+        raise PlanError(
+            f"{type(optimizer).__name__} needs whole parameters, which ZeRO-1 gives it after trying it out on numbers; "
+            "a trace has none. Trace with zero_1=False, or with an optimizer such as AdamW."
+        )
