@@ -30,6 +30,7 @@ def models(tmp_path):
         yield pool, expected
 
 
+@pytest.mark.full
 def test_fifty_alternating_requests_over_six_models_on_two_cores_are_answered_in_order(models):
     pool, expected = models
     with running(WorkerServer(Worker(pool, 2), TOKEN)) as one, running(WorkerServer(Worker(pool, 2), TOKEN)) as two:
