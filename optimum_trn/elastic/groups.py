@@ -85,4 +85,4 @@ def leave_groups() -> None:
     """Close all connections at once, so that ranks that wait for this one hear of it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+        gc.collect()

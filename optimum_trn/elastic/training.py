@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from datetime import timedelta
@@ -37,6 +38,8 @@ def engine_of(trainer: Any) -> Engine:
         layers.costs, nodes, devices, minimum, args.fault_tolerance, args.gradient_accumulation_steps
     )
     membership = Membership.from_environment()
+    gc.collect()
+    gc.freeze()  # what is there by now stays: to look through it again would take most of the time of a recovery
     return Engine(membership, layers, planner, devices, args.seed, timedelta(seconds=args.ddp_timeout))
 
 
