@@ -147,7 +147,7 @@ class Running:
 
 
 def alternate(
-    contenders: Mapping[str, Contender], turns: int, steps: int = 1, warm_up: int = 2
+    contenders: Mapping[str, Contender], turns: int, steps: int = 1, warm_up: int = 1
 ) -> dict[str, list[dict[str, Any]]]:
     """All contenders in turns of `steps` steps; what each said in each turn but the first `warm_up` ones."""
     running: dict[str, Running] = {}

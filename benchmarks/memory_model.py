@@ -16,7 +16,8 @@ feed-forward size f, a heads, sequences of s tokens and tensor parallel p, a lay
 Sequence parallelism divides the norms by p as well: of their outputs, which the blocks read gathered, a rank keeps its
 run, and gathers again in the backward pass. Selective recomputation drops the attention core. The loss takes
 t x vocabulary buffers: of the whole vocabulary three at once in the backward pass of the stock loss (log-softmax, its
-gradient, that of the logits), of a cut one two (logits and softmax, in forward; its backward works in place).
+gradient, that of the logits). Of a cut one there are the logits of a chunk of tokens only, as many as loss.py says, which
+become their own gradient in place, beside the gradients of the head's weight and of its input.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BYTES = 4  # of a float32
+CHUNK_TOKENS, CHUNK_BYTES = 256, 16 * 2**20  # of logits that exist at a time: optimum_trn/parallel/loss.py
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ def activations_of(sizes: Sizes, layout: Layout, layers: int, tokens: int) -> fl
 
 def logits_of(sizes: Sizes, layout: Layout, tokens: int) -> float:
     """Bytes of the loss at its fullest."""
-    buffers = 3 if layout.tensor == 1 else 2
-    return buffers * BYTES * tokens * sizes.vocabulary / layout.tensor
+    if layout.tensor == 1:
+        return 3 * BYTES * tokens * sizes.vocabulary
+    own = sizes.vocabulary // layout.tensor
+    chunk = min(tokens, max(CHUNK_TOKENS, CHUNK_BYTES // (own * BYTES)))
+    return BYTES * (chunk * own + (own + tokens) * sizes.hidden)
 
 
 def closed_form(sizes: Sizes, layout: Layout) -> list[Peak]:

@@ -122,7 +122,7 @@ def data_parallel() -> Line:
         "ZeRO-1": ours(LARGE),
         "FSDP2": Contender("fsdp2", LARGE, 2, environment=KEPT),
     }
-    said = alternate(contenders, 6)
+    said = alternate(contenders, 5)
     times = line.times(said)
     line.same_losses(said, 1e-5)
     line.claim("DDP against DP2", Ratio.of(times["DDP"], times["DP2"]), at_least=1.10)
@@ -172,7 +172,7 @@ def growth_by_layers() -> Line:
     line = Line()
     layers = (2, 4, 8, 16)
     case = replace(LARGE, vocabulary=8_000)
-    said = alternate({str(count): ours(replace(case, layers=count), **TP2) for count in layers}, 5)
+    said = alternate({str(count): ours(replace(case, layers=count), **TP2) for count in layers}, 4)
     times = [statistics.median(values) for values in line.times(said).values()]
     slope, intercept = statistics.linear_regression(layers, times)
     off = max(abs(seconds / (intercept + slope * count) - 1) for count, seconds in zip(layers, times, strict=True))
@@ -186,21 +186,21 @@ def growth_by_ranks() -> Line:
     line = Line()
     case = replace(LARGE, vocabulary=8_000)
     contenders = {"1": ours(case, 1)} | {str(n): ours(case, n, **{**TP2, "tensor_parallel_size": n}) for n in (2, 4)}
-    times = line.times(alternate(contenders, 6))
+    times = line.times(alternate(contenders, 4))
     line.claim("2 ranks against half of 1", Ratio.of(times["2"], [t / 2 for t in times["1"]]), at_most=1.1)
     line.claim("4 ranks against 2", Ratio.of(times["4"], times["2"]), at_most=1.1)
     return line
 
 
 LINES: dict[str, Callable[[], Line]] = {
-    "tp2-60M": lambda: tensor_parallel("60M", 0.93, 1.6, 7, 1),
-    "tp2-small": lambda: tensor_parallel("small", 1.05, 2.1, 11, 8),
+    "tp2-60M": lambda: tensor_parallel("60M", 0.93, 1.6, 6, 1),
+    "tp2-small": lambda: tensor_parallel("small", 1.05, 2.1, 8, 5),
     "tp2-bfloat16": bfloat16,
     "data-parallel": data_parallel,
-    "device-60M": lambda: device("60M", 1.00, 6, 1),
-    "device-tiny": lambda: device("tiny", 1.04, 15, 20),
-    "compiled-60M": lambda: compiled("60M", 1.02, 6, 1),
-    "compiled-tiny": lambda: compiled("tiny", 1.10, 15, 20),
+    "device-60M": lambda: device("60M", 1.00, 5, 1),
+    "device-tiny": lambda: device("tiny", 1.04, 12, 20),
+    "compiled-60M": lambda: compiled("60M", 1.02, 5, 1),
+    "compiled-tiny": lambda: compiled("tiny", 1.10, 12, 20),
     "memory": memory,
     "growth-layers": growth_by_layers,
     "growth-ranks": growth_by_ranks,
