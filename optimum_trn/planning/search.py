@@ -64,7 +64,7 @@ def layouts(workload: Workload) -> Iterator[Layout]:
                 continue
             copies = rest // pipeline // context
             partitions: list[int | None] = [None]
-            if pipeline == expert == 1:
+            if pipeline == context == expert == 1:
                 partitions += [size for size in _powers(copies) if size > 1]
             for partition, zero, recompute in product(partitions, (True, False), RECOMPUTE):
                 if (partition is not None and not zero) or (

@@ -127,10 +127,6 @@ def check(name):
         assert trace.peak_hbm_bytes == pytest.approx(peak, rel=0.02), (rank, trace.memory_bytes)
 
 
-def test_the_traced_stream_and_peak_of_a_sharded_optimizer_are_the_recorded_ones():
-    check("llama dp=2 zero-1")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_the_traced_stream_and_peak_are_the_recorded_ones(name):
