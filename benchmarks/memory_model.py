@@ -16,8 +16,8 @@ feed-forward size f, a heads, sequences of s tokens and tensor parallel p, a lay
 Sequence parallelism divides the norms by p as well: of their outputs, which the blocks read gathered, a rank keeps its
 run, and gathers again in the backward pass. Selective recomputation drops the attention core. The loss takes
 t x vocabulary buffers: of the whole vocabulary three at once in the backward pass of the stock loss (log-softmax, its
-gradient, that of the logits). Of a cut one there are the logits of a chunk of tokens only, as many as loss.py says, which
-become their own gradient in place, beside the gradients of the head's weight and of its input.
+gradient, that of the logits). Of a cut one there are the logits of a chunk of tokens only, as many as loss.py says,
+which become their own gradient in place, beside the gradients of the head's weight and of its input.
 """
 
 from __future__ import annotations
