@@ -71,8 +71,8 @@ WRITTEN_BY_US = {
 }
 """Attributes that we set for a library to read, and the module whose source reads them."""
 
-PUBLIC_WITH_UNDERSCORE = {"_replace", "_asdict", "_fields"}
-"""Documented attributes of named tuples."""
+PUBLIC_WITH_UNDERSCORE = {"_replace", "_asdict", "_fields", "_getframe", "_strip_protocol"}
+"""Documented attributes of named tuples, of sys, and of fsspec's file systems."""
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -140,7 +140,7 @@ def private_attributes() -> set[str]:
     defined: set[str] = set()
     for _, tree in sources():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined.add(node.id)

@@ -225,7 +225,7 @@ def _die_with(parent: int) -> Any:
     def prepare() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it ended before that was said
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
 
