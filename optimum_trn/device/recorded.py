@@ -23,6 +23,11 @@ from optimum_trn.device.record import (
 from optimum_trn.device.step_graphs import KINDS, StepGraphs
 
 REASONS: dict[str, CutReason] = {KINDS["value"]: "scalar", KINDS["copy"]: "copy to host", KINDS["print"]: "print"}
+SHORTER = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 IGNORED = {"layout", "device", "pin_memory", "memory_format", "generator", "non_blocking"}
 # Numbers of torch's ScalarType (c10/core/ScalarType.h), which arguments named `dtype` arrive as.
 DTYPES = {
@@ -59,7 +64,8 @@ def _event(name: str, arguments: list[Any]) -> Operation | Collective:
     if name.startswith("neuron:") and not name.startswith("neuron::"):
         ranks, inputs, outputs = arguments
         given = tuple(_tensors(inputs or outputs))
-        return Collective(name.removeprefix("neuron:"), given, tuple(ranks))
+        short = name.removeprefix("neuron:").removesuffix("_coalesced")
+        return Collective(SHORTER.get(short, short), given, tuple(ranks))
     scalars: list[Scalar] = []
     for argument, value in _given(name, arguments):
         if argument == "dtype" and isinstance(value, int):

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -129,6 +129,9 @@ class StepGraphs:
         should_start_over: bool,
     ) -> str:
         stack = frames()
+        if _is_printing(stack):  # it computes on the core what it shows
+            line = users_line(stack)
+            return f"{KINDS['print']} at {line} (`{line.text}`) in the middle of a graph"
         if place == 0 and self._last_read is not None and (expected is None or expected[0] != actual[0]):
             return f"it follows what was read at {self._last_read.line} ({self._last_read.kind})"
         return recompiles.explain(
@@ -152,7 +155,7 @@ class StepGraphs:
 
     def _note_read(self, kind: str, ended: int) -> None:
         stack = frames()
-        if any(frame.f_code.co_filename == _PRINTING for frame in stack):
+        if _is_printing(stack):
             kind = "print"
         line = users_line(stack)
         key = (line, KINDS[kind])
@@ -276,6 +279,11 @@ KINDS = {
     "print": "a tensor was printed",
 }
 _PRINTING = os.path.join(os.path.dirname(torch.__file__), "_tensor_str.py")
+
+
+def _is_printing(stack: list[FrameType]) -> bool:
+    return any(frame.f_code.co_filename == _PRINTING for frame in stack)
+
 
 _graphs: StepGraphs | None = None
 

@@ -129,15 +129,15 @@ def _collective(collective: Collective, machine: Machine) -> float:
         return 0.0
     members = sorted(collective.ranks)
     group = collectives.group(machine, ranks, members[1] - members[0])
-    name = collective.name.removesuffix("_coalesced").removesuffix("_tensor").removesuffix("_into")
-    if name == "all_reduce":
-        return collectives.all_reduce(size, group, machine)
-    if name == "all_gather":
-        return collectives.all_gather(size * ranks, group, machine)
-    if name == "reduce_scatter":
-        return collectives.reduce_scatter(size, group, machine)
-    if name.startswith("all_to_all"):
-        return collectives.all_to_all(size, group, machine)
+    match collective.name:
+        case "all_reduce":
+            return collectives.all_reduce(size, group, machine)
+        case "all_gather":
+            return collectives.all_gather(size * ranks, group, machine)
+        case "reduce_scatter":
+            return collectives.reduce_scatter(size, group, machine)
+        case "all_to_all":
+            return collectives.all_to_all(size, group, machine)
     return size / machine.link_bytes_per_second + machine.latency.launch
 
 
