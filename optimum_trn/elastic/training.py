@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from optimum_trn.cost.cores import get_machine
+from optimum_trn.cost.cores import MACHINES
 from optimum_trn.device import device_type, launched
 from optimum_trn.elastic.assignment import Planner
 from optimum_trn.elastic.engine import Engine
@@ -50,7 +50,9 @@ def nodes_that_fit(config: Any, args: Any, nodes: int, devices: int) -> int:
     takes, and of 4096 tokens where that is longer or not known.
     """
     chosen = DEFAULT_INSTANCE if device_type() == "cpu" else os.environ.get("OPTIMUM_TRN_INSTANCE", DEFAULT_INSTANCE)
-    machine = replace(get_machine(chosen), cores_per_chip=devices, num_chips=1)  # of a node, what this job uses
+    # Smaller instances of a family are not priced; they have the cores of the large one.  Of a node, what the job uses.
+    machine = MACHINES.get(chosen, MACHINES["trn2.48xlarge"])
+    machine = replace(machine, cores_per_chip=devices, num_chips=1)
     architecture = architecture_of(config)
     length = min(getattr(config, "max_position_embeddings", None) or 4096, 4096)
     micro_batch = args.per_device_train_batch_size

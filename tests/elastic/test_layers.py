@@ -1,5 +1,7 @@
 """Layers move with all that belongs to them: weights, buffers, ties and optimizer states."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,12 +47,12 @@ def test_a_process_that_takes_over_all_layers_goes_on_as_their_source_would(tied
     source, target = Layers(source_model, source_optimizer), Layers(model, optimizer)
     # First some, the others are dropped; then what is lacking, from another that has all.
     some = [path for path, layer in source.map.modules.items() if layer < 2]
-    target.install({path: source.state_of(path) for path in some}, some)
+    target.install({path: deepcopy(source.state_of(path)) for path in some}, some)
     assert set(target.names(some)) < set(source.trained)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert sum(sizes) == len(target.names(some)) == len(optimizer.state)
     rest = [path for path in source.map.modules if path not in some]
-    target.install({path: source.state_of(path) for path in rest}, source.map.modules)
+    target.install({path: deepcopy(source.state_of(path)) for path in rest}, source.map.modules)
     assert [len(g["params"]) for g in optimizer.param_groups] == [
         len(g["params"]) for g in source_optimizer.param_groups
     ]

