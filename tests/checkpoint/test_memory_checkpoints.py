@@ -16,6 +16,7 @@ from optimum_trn.errors import CheckpointError, PlanError
 from optimum_trn.store import DirectoryStore, Shelf, StoreClient, StoreServer
 from tests.store.servers import running
 
+pytestmark = pytest.mark.full  # until it has been run beside everything else
 SECRET = b"0123456789abcdef" * 2
 ELEMENTS = 4096
 

@@ -8,6 +8,7 @@ from optimum_trn.elastic.failure_clock import FixedClock, PoissonClock, TraceClo
 from optimum_trn.elastic.policies import Bamboo, Elastic, MemoryCheckpoints, RestartFromCheckpoint, Tier, Varuna
 from optimum_trn.elastic.simulator import Job, simulate
 
+pytestmark = pytest.mark.full  # until it has been run beside everything else
 JOB = Job("job", 100.0, lambda nodes: 80 / nodes, nodes=8)
 
 
