@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from optimum_trn.cli import (
+    agent,
     cache,
     consolidate,
     env,
