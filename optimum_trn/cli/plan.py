@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from optimum_trn.cost import MACHINES
 from optimum_trn.errors import PlanError
+from optimum_trn.planning.memory import host_bytes
 from optimum_trn.planning.pictures import STATUS, engine_slices, report
 from optimum_trn.planning.planner import Plan, compare, plan
 from optimum_trn.planning.search import Candidate, deciding_term, training_arguments
@@ -117,6 +118,11 @@ def render(found: Plan, console: Console, top: int | None = None) -> None:
     console.print("Step: " + ", ".join(f"{name} {value:.3g} s" for name, value in parts if value > 5e-4 * step.seconds))
     sizes = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.categories.items() if size)
     console.print(f"HBM of the fullest core, GiB of {memory.capacity / 2**30:g}: {sizes}")
+    if chosen.layout.parallel.optimizer_offload:
+        console.print(
+            f"Optimizer states in the memory of each host: {host_bytes(work, chosen.layout) / 2**30:.1f} GiB. The time "
+            "of a step leaves out what they take: no rate between host and chips is published."
+        )
     _cost(found, console)
     others = "; ".join(f"{count} {reason}" for reason, count in found.result.reasons.most_common(6))
     console.print(f"Of {found.result.tried} layouts, the others fell: {others or 'none did'}")

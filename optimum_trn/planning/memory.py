@@ -14,6 +14,9 @@ from optimum_trn.planning.workload import Layout, Workload
 USABLE = 0.96
 """Of a core's HBM; the rest is lost between allocations in pages of 64 MB and more (SDK device-memory.rst)."""
 
+HOST_BYTES_PER_WEIGHT = 12
+"""Two moments and a copy of the weight, in float32 whatever the precision of the model (parallel/zero1.py)."""
+
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "collective buffers", "code", "scratch")
 
 
@@ -66,7 +69,7 @@ def estimate_memory(workload: Workload, layout: Layout, calibration: Calibration
             {
                 "weights": weights * workload.weight_bytes / shards,
                 "gradients": weights * workload.gradient_bytes / shards,
-                "optimizer": weights * workload.state_bytes / states,
+                "optimizer": 0.0 if parallel.optimizer_offload else weights * workload.state_bytes / states,
                 "activations": kept * layers * in_flight + (whole - kept) * layers * waiting + head,
                 "collective buffers": _buffers(workload, layout, weights / max(1, layers * len(stages)), shards),
                 "code": constants.code_bytes,
@@ -77,6 +80,16 @@ def estimate_memory(workload: Workload, layout: Layout, calibration: Calibration
     rank = totals.index(max(totals))
     assert STAGES_PER_RANK[schedule] * pipeline >= len(counts)
     return MemoryEstimate(found[rank], rank, workload.machine.core.hbm_bytes)
+
+
+def host_bytes(workload: Workload, layout: Layout) -> float:
+    """Bytes of optimizer states and master weights that `optimizer_offload` puts in the memory of one host."""
+    if not layout.parallel.optimizer_offload:
+        return 0.0
+    parallel = layout.parallel
+    counts = layers_per_stage(workload.architecture.layers, parallel.num_stages)
+    weights = sum(parameters_per_stage(workload, layout, counts)) / parallel.pipeline_parallel_size
+    return weights * HOST_BYTES_PER_WEIGHT / _shards(workload, layout)[1] * workload.machine.num_cores
 
 
 def layer_activations(workload: Workload, layout: Layout) -> tuple[float, float]:

@@ -31,6 +31,7 @@ LAYOUT_KEYS = {
     "cp": "context_parallel_size",
     "ep": "expert_parallel_size",
     "zero_1": "zero_1",
+    "offload": "optimizer_offload",
     "mics": "mics_partition_size",
     "recompute": "recompute",
 }
@@ -162,7 +163,8 @@ def plan(
         raise PlanError(_nothing_fits(workload, result))
     chosen = result.best[0]
     if layout:
-        matching = [found for found in layouts(workload) if matches(found, layout, workload)]
+        of_kind = layouts(workload, optimizer_offload=bool(layout.get("offload")))
+        matching = [found for found in of_kind if matches(found, layout, workload)]
         if not matching:
             raise PlanError(
                 f"layout {_text(layout)}: no valid layout of {workload.world_size} ranks is like that. Degrees are "

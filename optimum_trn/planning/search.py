@@ -43,10 +43,12 @@ class SearchResult:
     priced: int = 0
 
 
-def layouts(workload: Workload) -> Iterator[Layout]:
+def layouts(workload: Workload, optimizer_offload: bool = False) -> Iterator[Layout]:
     """Every layout that the trainer would accept for the workload; degrees and micro-batches are powers of two.
 
     Tensor parallelism stays inside a node. MiCS excludes ZeRO-1, which it does more of, and pipelines, as in mesh.py.
+    With `optimizer_offload`, those with ZeRO-1, whose states are then in the host's memory. They are not among the
+    others, since what that costs in time is not predicted: no rate between a Trainium host and its chips is published.
     """
     architecture, world = workload.architecture, workload.world_size
     tensors = [size for size in _powers(min(architecture.tensor_limit, workload.machine.num_cores)) if not world % size]
@@ -67,6 +69,8 @@ def layouts(workload: Workload) -> Iterator[Layout]:
             if pipeline == context == expert == 1:
                 partitions += [size for size in _powers(copies) if size > 1]
             for partition, zero, recompute in product(partitions, (True, False), RECOMPUTE):
+                if optimizer_offload and (partition is not None or not zero):
+                    continue
                 if (partition is not None and not zero) or (
                     recompute == "selective" and (context > 1 or workload.flash_attention)
                 ):
@@ -84,6 +88,7 @@ def layouts(workload: Workload) -> Iterator[Layout]:
                             context_parallel_size=context,
                             expert_parallel_size=expert,
                             zero_1=zero,
+                            optimizer_offload=optimizer_offload,
                             mics_partition_size=partition,
                             recompute=recompute,
                         ),
@@ -155,6 +160,7 @@ def training_arguments(workload: Workload, layout: Layout) -> dict[str, Any]:
         "context_parallel_size",
         "expert_parallel_size",
         "zero_1",
+        "optimizer_offload",
         "mics_partition_size",
         "recompute",
     )

@@ -111,7 +111,7 @@ class Layout:
         if parallel.mics_partition_size is not None:
             parts.append(f"mics={parallel.mics_partition_size}")
         elif parallel.zero_1:
-            parts.append("zero-1")
+            parts.append("zero-1 in the host" if parallel.optimizer_offload else "zero-1")
         if parallel.recompute is not None:
             parts.append(f"recompute={parallel.recompute}")
         return " ".join([*parts, f"micro-batch={self.micro_batch}"])

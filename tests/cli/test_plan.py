@@ -39,6 +39,14 @@ def test_the_plan_has_time_cost_reasons_and_arguments(command, capsys):
         assert part in text, part
 
 
+def test_states_in_the_host_take_no_hbm_and_the_plan_says_what_it_leaves_out(command, capsys):
+    main([*command, "--layout", "tp=1,mb=1,offload"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "optimizer_offload=True" in text and "The time of a step leaves out what they take" in text
+    hbm = text[text.index("HBM of the fullest core") : text.index("Optimizer states in the memory of each host")]
+    assert "weights" in hbm and "optimizer" not in hbm
+
+
 def test_json_is_one_object_that_says_it_is_a_prediction(command, capsys):
     main([*command, "--json", "--price", "1.0"])
     found = json.loads(capsys.readouterr().out)
