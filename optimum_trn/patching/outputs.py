@@ -60,9 +60,9 @@ class PatchedForward:
     """The forward of one model instance.
 
     In training with labels, only the vocabulary-parallel loss sees the logits: they stay on their ranks and
-    `outputs.logits` is None; so they do in evaluation, if the loss says that nothing else needs them.  In all other
-    cases the logits are those of the stock model, whole on every rank; so are the attention weights, if asked for,
-    which `attentions` gathers, unless the towers of a composite model do.
+    `outputs.logits` is None, unless `needs_logits` of the loss is True; so they do in evaluation if it is False.  In
+    all other cases the logits are those of the stock model, whole on every rank; so are the attention weights, if asked
+    for, which `attentions` gathers, unless the towers of a composite model do.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PatchedForward:
         loss = self.model.loss_function
         if not getattr(loss, "takes_local_logits", False):
             return False
-        if not self.model.training and getattr(loss, "needs_logits", True):
+        if getattr(loss, "needs_logits", not self.model.training):
             return False
         labels = kwargs.get("labels")
         if labels is None and args:

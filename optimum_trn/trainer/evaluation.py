@@ -86,6 +86,8 @@ def gathered(accelerator: Any, use_gather_object: bool, every_loss: bool, data: 
     With `every_loss` the losses, which are repeated for each row, stay as many as in a whole batch, as they do in one
     process where nothing is dropped.
     """
+    if every_loss and accelerator.num_processes == 1:
+        return data  # nothing fills the last batch, and generation may have made several rows of each of its rows
     if every_loss and isinstance(data, Tensor) and data.ndim == 1 and data.is_floating_point():
         return accelerator.gather(data)
     return accelerator.gather_for_metrics(data, use_gather_object=use_gather_object)

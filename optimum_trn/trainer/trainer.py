@@ -32,6 +32,7 @@ from .fault_tolerance import FaultToleranceMixin
 from .item_count import UseOf
 from .memory_checkpoints import MemoryCheckpointsMixin
 from .micro_batches import MicroBatches, deferred_backward
+from .own_loss import show_logits
 from .partition import partition_model, resolved
 from .simulated_run import SimulatedRunMixin
 from .static_shapes import StaticShapesMixin
@@ -113,6 +114,7 @@ class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, MemoryCheckpointsMixin, 
 
     def _shard(self, model: Any) -> None:
         self._shard_layers(model)
+        show_logits(model, type(self))
         if self.mesh is not None and self.mesh["dp_shard"].size() > 1:
             stock = unwrap_peft_model(model)
             set_mesh(stock, self.mesh)

@@ -1,5 +1,7 @@
 """Seq2SeqTrainer on a mesh: what it generates, and the metrics of that, are those of one process."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +89,10 @@ def run(kit):
         generation_config=GenerationConfig(max_new_tokens=4, num_beams=3, decoder_start_token_id=0, pad_token_id=0),
     )
     other = configured.predict(pairs(3, seed=3))
+    several = []
+    if kit.replicas == 1:
+        several = configured.predict(pairs(3, seed=3), num_return_sequences=2, num_beams=3).predictions
+        assert len(several) == 6
     return [
         logs(trainer),
         deterministic(before),
@@ -95,6 +101,7 @@ def run(kit):
         predicted.predictions,
         other.predictions,
         other.label_ids,
+        several,
     ]
 
 
@@ -118,6 +125,8 @@ def test_generated_evaluation_is_that_of_one_process(tmp_path, mesh, device="neu
         on_ranks, world_size, str(tmp_path / "ours"), replicas, own, device=device, environment=FLOAT64, timeout=180
     )
     expected = run(Kit(Seq2SeqTrainer, Seq2SeqTrainingArguments, str(tmp_path / "stock"), 1, {"use_cpu": True}))
+    if replicas > 1:
+        expected[-1] = []  # refused, see below
     assert len(set(expected[4].flatten().tolist())) > 5, "the model generates one token only"
     for rank, result in enumerate(ranks):
         assert_same(result, expected, f"rank {rank}")
@@ -127,3 +136,13 @@ def test_a_pipeline_refuses_to_generate_before_anything_is_loaded(tmp_path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="predict_with_generate=True is refused: a pipeline"):
         NeuronSeq2SeqTrainingArguments(output_dir=str(tmp_path), pipeline_parallel_size=2, predict_with_generate=True)
+
+
+def test_data_parallel_ranks_refuse_several_sequences_for_a_row():
+    trainer = object.__new__(NeuronSeq2SeqTrainer)
+    trainer.args = SimpleNamespace(predict_with_generate=True)
+    trainer.model = SimpleNamespace(generation_config=GenerationConfig())
+    trainer.accelerator = SimpleNamespace(num_processes=2)
+    trainer._refuse_several_sequences({})
+    with pytest.raises(ValueError, match="num_return_sequences=3 with 2 data-parallel ranks"):
+        trainer._refuse_several_sequences({"generation_config": GenerationConfig(num_return_sequences=3, num_beams=3)})
