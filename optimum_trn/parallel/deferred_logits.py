@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 _FACTS = {
@@ -35,7 +36,8 @@ class DeferredLogits(torch.Tensor):
         autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
         shape = (*hidden.shape[:-1], weight.shape[0])
-        logits = torch.empty(1, dtype=dtype, device=hidden.device).expand(shape).as_subclass(DeferredLogits)
+        with unset_fake_temporarily():  # a fake can be no other subclass; nothing is computed with this one
+            logits = torch.empty(1, dtype=dtype, device=hidden.device).expand(shape).as_subclass(DeferredLogits)
         with torch._C.DisableTorchFunctionSubclass():
             logits.hidden, logits.weight, logits.bias, logits._product = hidden, weight, bias, None
         return logits

@@ -103,7 +103,9 @@ def layer_activations(workload: Workload, layout: Layout) -> tuple[float, float]
     stream = sizes.residual_tokens * hidden * (4 * item + (2 if architecture.dropout else 0))
     stream *= architecture.blocks / 2
     values = architecture.value_width
-    heads = sizes.tokens * (head * (sizes.heads + sizes.kv_heads) + values * (sizes.heads + sizes.kv_heads)) * item
+    heads: float = (
+        sizes.tokens * (head * (sizes.heads + sizes.kv_heads) + values * (sizes.heads + sizes.kv_heads)) * item
+    )
     if architecture.latent is not None:
         heads += sizes.tokens * (architecture.latent.query_rank + architecture.latent.key_value_rank) * item
     heads *= architecture.attention_blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from optimum_trn.device.record import Allocation, Collective, Cut, CutReason, Operation, Scalar, StepRecord, TensorType
 
@@ -63,6 +64,22 @@ WITHOUT_CODE = {
 }
 """Operators, whatever the overload, that only allocate or look at memory in another way, but are no views in torch."""
 
+# torch's counter knows the accelerators' fused attention kernels, not the CPU's, which is the one the device runs.
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *args, out_shape, **kwargs: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *args, out_shape, **kwargs: sdpa_backward_flop_count(grad, query, key, value)
+    ),
+}
+
+# Not FlopCounterMode: it looks at what modules return, which computes logits that a loss takes in parts.
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{operator: shape_wrapper(formula) for operator, formula in _CPU_ATTENTION.items()},
+}
+
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal")
 """Operators whose result is a number on the host."""
 
@@ -88,6 +105,7 @@ class Recording(TorchDispatchMode):
         self.before: dict[int, int] = {}  # bytes by storage, of what lived when the step began
         self.kinds: dict[int, str] = {}
         self._live: dict[int, int] = {}
+        self.flops = 0  # of matrix products and attention, a multiply-add counting two
         self._storages: dict[int, Any] = {}
         self._names: dict[int, int] = {}
         self._count = 0
@@ -126,12 +144,15 @@ class Recording(TorchDispatchMode):
             result = _statistics_of_the_core(result, args)
         if self._on_device(tree_leaves((args, kwargs, result))):
             self.record.events.append(_operation(func, args, kwargs))
+            formula = FLOPS.get(func._overloadpacket)
+            self.flops += formula(*args, **kwargs, out_val=result) if formula else 0
             self._track(tree_leaves(result))
         return result
 
     def begin_step(self) -> None:
         """Forget all events: a step begins, with what lives now."""
         self.record, self.memory, self.before = StepRecord(), [], dict(self._live)
+        self.flops = 0
 
     def end_step(self) -> None:
         """The step is over: so is its last graph."""

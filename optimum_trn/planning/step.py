@@ -171,8 +171,8 @@ def parameters_per_stage(workload: Workload, layout: Layout, counts: list[int]) 
     hidden = architecture.hidden
     attention = architecture.attention_blocks * architecture.attention_weights_of(sizes.heads, sizes.kv_heads)
     matrices = 3 if architecture.gated else 2
-    feed_forward = hidden * matrices * (sizes.width * max(1, sizes.experts) + sizes.shared_width)
-    feed_forward *= architecture.feed_forward_blocks
+    width = sizes.width * max(1, sizes.experts) + sizes.shared_width
+    feed_forward = architecture.feed_forward_blocks * hidden * matrices * width
     per_layer = attention + feed_forward + architecture.small_weights
     table = math.ceil(architecture.vocabulary / tensor) * hidden
     found = [float(count * per_layer) for count in counts]

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PretrainedConfig
 
 from optimum_trn.device import device_type
@@ -28,16 +27,6 @@ from optimum_trn.parallel.granularity import Granularity, granularity_of
 from optimum_trn.planning.hbm import HbmTimeline, hbm_timeline
 from optimum_trn.planning.recording import Recording
 from optimum_trn.planning.rehearsal import Rehearsal, Run, optimizer_of
-
-# torch's counter knows the accelerators' fused attention kernels, not the CPU's, which is the one the device runs.
-CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *args, out_shape, **kwargs: sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, query, key, value, *args, out_shape, **kwargs: sdpa_backward_flop_count(grad, query, key, value)
-    ),
-}
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -115,14 +104,12 @@ def trace_training_step(
         rehearsal.watch_gradients(partial(recording.mark, "gradients"))
         rehearsal.step()
         recording.begin_step()
-        flops = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS)
-        with flops:
-            rehearsal.step()
+        rehearsal.step()
         recording.end_step()
         hbm = hbm_timeline(recording, rehearsal)
         recording.enabled = False
     peak = hbm.at_peak()
-    return StepTrace(sum(peak.values()), peak, flops.get_total_flops(), recording.record, hbm)
+    return StepTrace(sum(peak.values()), peak, recording.flops, recording.record, hbm)
 
 
 def _sent_by_the_first_stage(

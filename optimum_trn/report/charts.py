@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 90, 20, 12, 34
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 110, 20, 12, 34
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#994455", "#004488", "#997700")
 """Paul Tol's bright scheme, which people who do not see all colours can tell apart (sronpersonalpages.nl/~pault)."""
@@ -150,7 +150,7 @@ def _axes(
             value = low + (high - low) * step / 4
             parts.append(
                 f'<line class="grid" x1="{LEFT}" y1="{y(value):.1f}" x2="{WIDTH - RIGHT}" y2="{y(value):.1f}"/>'
-                f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:,.3g} {escape(unit)}</text>'
+                f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{_short(value)} {escape(unit)}</text>'
             )
     if first is not None and last is not None:
         parts += [
@@ -158,3 +158,11 @@ def _axes(
             for place, value, anchor in ((LEFT, first, "start"), (WIDTH - RIGHT, last, "end"))
         ]
     return "".join(parts)
+
+
+def _short(value: float) -> str:
+    """Three digits, with K or M for thousands and millions, so that it fits beside an axis."""
+    for size, letter in ((1e6, "M"), (1e3, "K")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
