@@ -127,8 +127,8 @@ class NeuronTrainingArguments(TrainingArguments):
         metadata={
             "help": "To which lengths batches are padded, masked and with ignored labels, so that Neuron compiles few "
             "shapes: powers_of_two, or numbers of tokens such as 512 or 128,256,512. The rows of a last, short batch "
-            "are filled as well. auto: powers_of_two on NeuronCores, where padding is known to leave the loss as it is; "
-            "none: batches stay as they are."
+            "are filled as well. auto: powers_of_two on NeuronCores, where padding is known to leave the loss as it "
+            "is; none: batches stay as they are."
         },
     )
 

@@ -4,12 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optimum_trn.checkpoint import slices, stock
+from optimum_trn.checkpoint import load, slices
 from optimum_trn.modeling import NeuronModelForCausalLM
 from optimum_trn.parallel import ParallelConfig
 from tests.checkpoint.stock_files import saved
@@ -68,19 +69,15 @@ def test_each_bad_input_is_named_with_its_numbers_on_every_rank(tmp_path, device
 
 
 def one_rank_cannot_read(rank, world_size, directory):
-    opened = stock.open_slices
+    opened = slices.open_slices
 
     def broken(files):
         if rank == 1:
             raise OSError(5, "Input/output error")
         return opened(files)
 
-    stock.open_slices = broken
-    try:
-        with pytest.raises((ValueError, OSError)) as error:
-            NeuronModelForCausalLM.from_pretrained(directory, ParallelConfig(2))
-    finally:
-        stock.open_slices = slices.open_slices
+    with patch.object(load, "open_slices", broken), pytest.raises((ValueError, OSError)) as error:
+        NeuronModelForCausalLM.from_pretrained(directory, ParallelConfig(2))
     NeuronModelForCausalLM.from_pretrained(directory, ParallelConfig(2))  # the ranks are still in step
     return type(error.value).__name__, str(error.value)
 

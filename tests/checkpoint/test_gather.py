@@ -1,5 +1,7 @@
 """Blocks that arrive at the first rank make up the global tensor, whatever the placement."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -23,8 +25,11 @@ PLACEMENTS = {
 
 
 def gathered(rank, world_size):
-    group = ParallelConfig(world_size).build_mesh().get_group("tp")
-    gather.BLOCK_BYTES = 100  # two rows, so that there are several blocks
+    with patch.object(gather, "BLOCK_BYTES", 100):  # two rows, so that there are several blocks
+        return gathered_in_blocks(rank, ParallelConfig(world_size).build_mesh().get_group("tp"))
+
+
+def gathered_in_blocks(rank, group):
     results = {}
     for name, placement in PLACEMENTS.items():
         full = torch.arange(float(torch.Size(placement.global_shape).numel())).reshape(placement.global_shape)
