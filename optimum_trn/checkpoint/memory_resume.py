@@ -54,7 +54,7 @@ class MemoryReader:
         assert held is not None
         newest = max((step for of_node in held.values() for step, _ in of_node), default=-1)
         complete = sorted(set.intersection(*(self._steps_of(held, rank) for rank in range(self.world_size))))
-        wrong = []
+        wrong: list[str] = []
         for step in reversed(complete):
             try:
                 return self._assemble(step, held, newest), wrong

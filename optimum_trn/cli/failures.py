@@ -103,7 +103,7 @@ def _show_published(options: argparse.Namespace) -> None:
     run = partial(simulate, job, until_nodes=published.FEWEST_NODES, seed=options.seed)
     baselines = [partial(published.varuna, model), partial(published.bamboo, model)]
     given = published.VARUNA_CHECKPOINT_STEPS
-    rows = compare(job, published.oobleck(model), baselines, given, clocks.values(), run)  # type: ignore[arg-type]
+    rows = compare(job, published.oobleck(model), baselines, given, clocks.values(), run)
     ten_minutes = next(row for row in rows if row.period == published.PERIODS["10m"])
     outcomes = [ten_minutes.ours, *ten_minutes.given.values()]
     if options.plot:

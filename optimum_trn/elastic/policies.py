@@ -31,15 +31,25 @@ class Recovery(NamedTuple):
 class Policy(Protocol):
     """A design. Steps are counted from 0; `nodes` are those that train."""
 
-    name: str
-    checkpoint_steps: int
-    """Steps between persistent checkpoints."""
-    memory_steps: int
-    """Steps between memory checkpoints; 0 if there are none."""
-    waits_for_nodes: bool
-    """Whether the job stands still until lost nodes are replaced."""
-    saves_after_restart: bool
-    """Whether the first step after a restart is followed by a persistent checkpoint."""
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """Steps between persistent checkpoints."""
+
+    @property
+    def memory_steps(self) -> int:
+        """Steps between memory checkpoints; 0 if there are none."""
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether the job stands still until lost nodes are replaced."""
+
+    @property
+    def saves_after_restart(self) -> bool:
+        """Whether the first step after a restart is followed by a persistent checkpoint."""
 
     def pause(self) -> float:
         """Seconds for which training stops at a persistent checkpoint."""

@@ -202,7 +202,7 @@ class _Run:
         self.recovering = max(self.recovering, recovery.seconds)
         if self.replacement_seconds is not None:
             self.missing += count
-            self.environment.process(self._replace(count))
+            self.environment.process(self._replace(count, self.replacement_seconds))
         self.training.interrupt()
 
     def _roll_back(self, count: int) -> None:
@@ -216,8 +216,8 @@ class _Run:
         self.since[Tier.PERSISTENT] -= count
         self.since[Tier.MEMORY] = 0
 
-    def _replace(self, count: int) -> Generator[Any, Any, None]:
-        yield self.environment.timeout(self.replacement_seconds)
+    def _replace(self, count: int, seconds: float) -> Generator[Any, Any, None]:
+        yield self.environment.timeout(seconds)
         self.missing -= count
         self._add(count)
 

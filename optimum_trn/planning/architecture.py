@@ -220,7 +220,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
         head_width=text.qk_head_dim if latent else getattr(text, "head_dim", None) or _head_width(text, hidden, heads),
         width=getattr(text, role.width, None) or 4 * hidden,
         gated=not isinstance(role, MLP),
-        vocabulary=config.num_labels if patch else int(vocabulary or 0),
+        vocabulary=int((config.num_labels if patch else vocabulary) or 0),
         positions=positions,
         tied=bool(getattr(text, "tie_word_embeddings", True)) and not patch,
         root_mean_square=_relative(text) or any(hasattr(text, name) for name in ROOT_MEAN_SQUARE),

@@ -187,7 +187,7 @@ class Recording(TorchDispatchMode):
         leaves = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if short in COLLECTIVES and self._on_device(leaves):
             given = args[1] if short in OUTPUTS_FIRST else args[0]
-            group = next(_groups_in(args))
+            group = next(iter(_groups_in(args)))
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = None
             if short in ("send", "recv_"):
@@ -303,7 +303,8 @@ def _kernel(func: Any, key: Any) -> Any:
 
 
 def _operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operation:
-    inputs, scalars = [], []
+    inputs: list[TensorType] = []
+    scalars: list[Scalar] = []
     for value in tree_leaves((list(args), dict(kwargs))):
         if isinstance(value, Tensor):
             inputs.append(_type(value))

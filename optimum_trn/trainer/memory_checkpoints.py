@@ -134,13 +134,15 @@ class MemoryCheckpointsMixin(CheckpointsMixin):
 
     def _save_trainer_state(self, directory: Path) -> None:
         """As Trainer does, but the states of callbacks are not added to the list of those that went to the disk."""
-        kept = dict(self.state.stateful_callbacks)
+        states: dict[str, Any] = self.state.stateful_callbacks  # type: ignore[assignment]  # it is a list before that
+        kept = dict(states)
         for callback in (*self.callback_handler.callbacks, self.control):
             name = type(callback).__name__
             if isinstance(callback, ExportableState) and not isinstance(kept.get(name), list):
-                self.state.stateful_callbacks[name] = callback.state()
+                states[name] = callback.state()
         self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
-        self.state.stateful_callbacks = kept
+        states.clear()
+        states.update(kept)
 
     def _settle_writing(self, wait: bool) -> bool:
         """Agree whether the step that is under way is complete; False if it still is, and `wait` does not say to wait.
