@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import (
     EvalPrediction,
     TrainerCallback,
 )
+
+from transformers.utils import logging as transformers_logging
 
 from tests.hub import TOKEN
 from tests.trainer import scenario
@@ -532,13 +535,16 @@ def reported_to_trackio(kit: Kit) -> Any:
     trackio = mock.MagicMock(__version__="99")
     trackio.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
     with mock.patch.dict("sys.modules", trackio=trackio):
-        trainer = kit.trainer(report_to="trackio", run_name="a run", project="a project")
+        places = dict(trackio_space_id="a/space", trackio_bucket_id="a/bucket", trackio_static_space_id="a/static")
+        trainer = kit.trainer(report_to="trackio", run_name="a run", project="a project", hub_private_repo=True, **places)
         trainer.train()
     if not trainer.is_world_process_zero():
         assert not trackio.init.called
         return None
     logged = [call.args[0] for call in trackio.log.call_args_list]
-    return [trackio.init.call_args.kwargs["project"], [log["train/loss"] for log in logged if "train/loss" in log]]
+    given = {name: trackio.init.call_args.kwargs[name] for name in ("project", "name", "space_id", "bucket_id", "private")}
+    assert given["space_id"] == "a/space" and given["bucket_id"] == "a/bucket"
+    return [given, len(trackio.freeze.call_args_list), [log["train/loss"] for log in logged if "train/loss" in log]]
 
 
 def pushed_to_the_hub(kit: Kit) -> Any:
@@ -555,9 +561,117 @@ def pushed_to_the_hub(kit: Kit) -> Any:
     return None
 
 
+# ---- Arguments that Trainer hands on: each of these would fail if one were ignored ------------------------------------
+
+
+def losses_that_are_not_finite(kit: Kit) -> Any:
+    """With the filter a loss that is no number is left out of what is logged; the weights are lost either way."""
+    seen = []
+    for filters in (True, False):
+        calls = []
+
+        def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, calls: list = calls) -> Any:
+            calls.append(0)
+            return outputs.logits.float().square().mean() * (float("nan") if len(calls) % 2 == 0 else 1.0)
+
+        trainer = kit.trainer(
+            compute_loss_func=loss, max_steps=2, logging_steps=2, logging_nan_inf_filter=filters, max_grad_norm=0.0
+        )
+        trainer.train()
+        logged = logs(trainer, "loss")[0]
+        seen.append([repr(round(value, 3)) for value in logged])
+    assert seen[0] != seen[1]
+    return seen
+
+
+def resumed_without_skipping_data(kit: Kit) -> Any:
+    """`ignore_data_skip`: the resumed run begins with the first rows; callbacks are as they were when it was saved."""
+    options = dict(max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=1)
+    first = kit.trainer(
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=7)], metric_for_best_model="loss", **options
+    )
+    first.train()
+    checkpoint = str(Path(first.args.output_dir) / "checkpoint-2")
+    results = []
+    for skips, restores in ((True, False), (False, True)):
+        callback = EarlyStoppingCallback(early_stopping_patience=3)
+        again = kit.trainer(
+            callbacks=[callback],
+            metric_for_best_model="loss",
+            ignore_data_skip=not skips,
+            restore_callback_states_from_checkpoint=restores,
+            **options,
+        )
+        again.train(resume_from_checkpoint=checkpoint)
+        patience = [c.early_stopping_patience for c in again.callback_handler.callbacks if hasattr(c, "early_stopping_patience")]
+        results.append([logs(again, "loss")[0][-2:], patience])
+    assert results[0] != results[1]
+    return results
+
+
+def options_of_the_loader(kit: Kit) -> Any:
+    """What becomes of the DataLoader's own options, on training and evaluation."""
+    names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "in_order", "drop_last")
+    given = dict(
+        dataloader_num_workers=2,
+        dataloader_prefetch_factor=3,
+        dataloader_persistent_workers=True,
+        dataloader_pin_memory=False,
+        dataloader_in_order=False,
+        dataloader_drop_last=True,
+    )
+    found = []
+    for options in ({}, given):
+        trainer = kit.trainer(**options)
+        for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader(), trainer.get_test_dataloader(rows(4))):
+            found.append([getattr(loader, name) for name in names if name != "pin_memory" or options])
+    assert found[0] != found[3]
+    return found
+
+
+def options_of_the_compiler(kit: Kit) -> Any:
+    trainer = kit.trainer(torch_compile=True, torch_compile_backend="eager", torch_compile_mode="reduce-overhead")
+    plugin = trainer.accelerator.state.dynamo_plugin
+    return [str(plugin.backend), plugin.mode]
+
+
+def levels_of_the_log(kit: Kit) -> Any:
+    """The first process logs at `log_level`, the others at `log_level_replica`."""
+    before = transformers_logging.get_verbosity()
+    try:
+        trainer = kit.trainer(log_level="info", log_level_replica="critical")
+        own = logging.INFO if trainer.args.process_index == 0 else logging.CRITICAL
+        return [trainer.args.get_process_log_level() == own, transformers_logging.get_verbosity() == own]
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def only_the_model_is_saved(kit: Kit) -> Any:
+    """`save_only_model` leaves out the optimizer, `save_strategy="no"` everything."""
+    found = []
+    for options in (
+        dict(save_strategy="steps", save_steps=3, save_only_model=True),
+        dict(save_strategy="steps", save_steps=3),
+        dict(save_strategy="no"),
+    ):
+        trainer = kit.trainer(**options)
+        trainer.train()
+        trainer.accelerator.wait_for_everyone()
+        saved = list(Path(trainer.args.output_dir).glob("checkpoint-3/*"))
+        found.append([any(path.name == "model.safetensors" for path in saved), any("optimizer" in p.name for p in saved)])
+    assert found == [[True, False], [True, True], [False, False]]
+    return found
+
+
 FEATURES = {
     function.__name__: function
     for function in (
+        losses_that_are_not_finite,
+        resumed_without_skipping_data,
+        options_of_the_loader,
+        options_of_the_compiler,
+        levels_of_the_log,
+        only_the_model_is_saved,
         batch_eval_metrics,
         metrics_with_inputs_and_losses,
         predictions_without_labels,
