@@ -18,7 +18,6 @@ from transformers import (
     EvalPrediction,
     TrainerCallback,
 )
-
 from transformers.utils import logging as transformers_logging
 
 from tests.hub import TOKEN
@@ -536,13 +535,17 @@ def reported_to_trackio(kit: Kit) -> Any:
     trackio.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
     with mock.patch.dict("sys.modules", trackio=trackio):
         places = dict(trackio_space_id="a/space", trackio_bucket_id="a/bucket", trackio_static_space_id="a/static")
-        trainer = kit.trainer(report_to="trackio", run_name="a run", project="a project", hub_private_repo=True, **places)
+        trainer = kit.trainer(
+            report_to="trackio", run_name="a run", project="a project", hub_private_repo=True, **places
+        )
         trainer.train()
     if not trainer.is_world_process_zero():
         assert not trackio.init.called
         return None
     logged = [call.args[0] for call in trackio.log.call_args_list]
-    given = {name: trackio.init.call_args.kwargs[name] for name in ("project", "name", "space_id", "bucket_id", "private")}
+    given = {
+        name: trackio.init.call_args.kwargs[name] for name in ("project", "name", "space_id", "bucket_id", "private")
+    }
     assert given["space_id"] == "a/space" and given["bucket_id"] == "a/bucket"
     return [given, len(trackio.freeze.call_args_list), [log["train/loss"] for log in logged if "train/loss" in log]]
 
@@ -561,7 +564,7 @@ def pushed_to_the_hub(kit: Kit) -> Any:
     return None
 
 
-# ---- Arguments that Trainer hands on: each of these would fail if one were ignored ------------------------------------
+# ---- Arguments that Trainer hands on: each of these would fail if one were ignored ---------------------------------
 
 
 def losses_that_are_not_finite(kit: Kit) -> Any:
@@ -603,7 +606,9 @@ def resumed_without_skipping_data(kit: Kit) -> Any:
             **options,
         )
         again.train(resume_from_checkpoint=checkpoint)
-        patience = [c.early_stopping_patience for c in again.callback_handler.callbacks if hasattr(c, "early_stopping_patience")]
+        patience = [
+            c.early_stopping_patience for c in again.callback_handler.callbacks if hasattr(c, "early_stopping_patience")
+        ]
         results.append([logs(again, "loss")[0][-2:], patience])
     assert results[0] != results[1]
     return results
@@ -623,7 +628,11 @@ def options_of_the_loader(kit: Kit) -> Any:
     found = []
     for options in ({}, given):
         trainer = kit.trainer(**options)
-        for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader(), trainer.get_test_dataloader(rows(4))):
+        for loader in (
+            trainer.get_train_dataloader(),
+            trainer.get_eval_dataloader(),
+            trainer.get_test_dataloader(rows(4)),
+        ):
             found.append([getattr(loader, name) for name in names if name != "pin_memory" or options])
     assert found[0] != found[3]
     return found
@@ -658,7 +667,9 @@ def only_the_model_is_saved(kit: Kit) -> Any:
         trainer.train()
         trainer.accelerator.wait_for_everyone()
         saved = list(Path(trainer.args.output_dir).glob("checkpoint-3/*"))
-        found.append([any(path.name == "model.safetensors" for path in saved), any("optimizer" in p.name for p in saved)])
+        found.append(
+            [any(path.name == "model.safetensors" for path in saved), any("optimizer" in p.name for p in saved)]
+        )
     assert found == [[True, False], [True, True], [False, False]]
     return found
 
