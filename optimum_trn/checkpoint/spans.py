@@ -99,7 +99,7 @@ class IdleSpans:
             deadline = self._now() + PATIENCE_SECONDS + seconds
             while not self._closed:
                 idle = self._expected_idle()
-                if idle >= seconds or (idle > 0 and self._now() >= deadline):
+                if not self._busy and (idle >= seconds or self._now() >= deadline):
                     return
                 self._changed.wait(timeout=min(0.05, max(0.001, idle)))
 

@@ -29,7 +29,7 @@ class Recovery(NamedTuple):
 
 
 class Policy(Protocol):
-    """A design. Steps are counted from 0; `nodes` are those that train."""
+    """A design. Steps are counted from 0; `nodes` are those that train, and those that failed and are not replaced."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class RestartFromCheckpoint:
 
     def recover(self, nodes: int, lost: frozenset[int], down: frozenset[int]) -> Recovery:
         """Every failure is the same."""
-        return Recovery(Tier.PERSISTENT, self.restart_seconds(nodes - len(lost)))
+        return Recovery(Tier.PERSISTENT, self.restart_seconds(nodes - len(lost | down)))
 
     def join(self, nodes: int) -> float:
         """Training is restarted on them."""
@@ -135,7 +135,7 @@ class Bamboo:
         """A predecessor goes on with what a node did; nobody can if it is lost, too."""
         gone = lost | down
         if any((node - 1) % nodes in gone for node in lost) or any((node + 1) % nodes in gone for node in lost):
-            return Recovery(Tier.PERSISTENT, self.restart_seconds(nodes - len(lost)))
+            return Recovery(Tier.PERSISTENT, self.restart_seconds(nodes - len(lost | down)))
         return Recovery(Tier.STEP, self.failover_seconds)
 
     def join(self, nodes: int) -> float:
@@ -167,7 +167,7 @@ class MemoryCheckpoints:
 
     def recover(self, nodes: int, lost: frozenset[int], down: frozenset[int]) -> Recovery:
         """Memory is enough unless all of a group have failed before the first was whole again."""
-        seconds = self.restart_seconds(nodes - len(lost)) + self.retrieval_seconds
+        seconds = self.restart_seconds(nodes - len(lost | down)) + self.retrieval_seconds
         if nodes >= self.replicas and mixed_placement(nodes, self.replicas).survives(lost | down):
             return Recovery(Tier.MEMORY, seconds)
         return Recovery(Tier.PERSISTENT, seconds + self.checkpoint_seconds)

@@ -190,8 +190,9 @@ class _Run:
             self.over.succeed()
 
     def _lose(self, count: int) -> None:
-        lost = frozenset(self.draw.sample(range(self.nodes), count))
-        recovery = self.policy.recover(self.nodes, lost, self.down)
+        nodes = self.nodes + len(self.down)  # those that are down have their places, and the copies of others, still
+        lost = frozenset(self.draw.sample(sorted(set(range(nodes)) - self.down), count))
+        recovery = self.policy.recover(nodes, lost, self.down)
         self.outcome.failures += 1
         self.outcome.tiers[recovery.tier.value] += 1
         self.saves_next |= self.policy.saves_after_restart

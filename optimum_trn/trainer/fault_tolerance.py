@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from ..device import launched
@@ -97,9 +97,13 @@ class FaultToleranceMixin(_Trainer):
         return prepared
 
     def _take_position(self, position: int) -> None:
+        takes_over = position == 0 and self._position not in (None, 0)
         self._position = position
         vars(self.args)["position"] = position
         self.state.is_world_process_zero = self.state.is_local_process_zero = position == 0
+        for callback in self.callback_handler.callbacks if takes_over else ():
+            if isinstance(callback, ProgressCallback):  # it made a bar where training began on the first process only
+                callback.on_train_begin(self.args, self.state, self.control)
 
     def is_world_process_zero(self) -> bool:
         """As in Trainer; of the processes that survive losses, the first one that is left."""

@@ -16,7 +16,6 @@ from optimum_trn.errors import CheckpointError, PlanError
 from optimum_trn.store import DirectoryStore, Shelf, StoreClient, StoreServer
 from tests.store.servers import running
 
-pytestmark = pytest.mark.full  # until it has been run beside everything else
 SECRET = b"0123456789abcdef" * 2
 ELEMENTS = 4096
 
@@ -95,7 +94,7 @@ def test_a_half_written_step_is_not_found_and_the_one_before_is(stack):
     with nodes.client(1) as client:  # the other rank died in the middle of sending
         from optimum_trn.store.protocol import Operation, checksum_of_bytes
 
-        client._ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"part")}, memoryview(b"part"))
+        client.ask(Operation.CHUNK, {"checksum": checksum_of_bytes(b"part")}, memoryview(b"part"))
     found, _ = nodes.find()
     assert found.newest_seen == 2
     nodes.check(found, 1)

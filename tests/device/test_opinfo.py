@@ -11,7 +11,7 @@ import pytest
 
 REASONS: dict[str, str] = json.loads(Path(__file__).with_name("opinfo_failures.json").read_text())
 WORKERS = 2
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.full))
 
 
 def slices(dtype: str) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from optimum_trn.elastic.failure_clock import FixedClock, PoissonClock, TraceClo
 from optimum_trn.elastic.policies import Bamboo, Elastic, MemoryCheckpoints, RestartFromCheckpoint, Tier, Varuna
 from optimum_trn.elastic.simulator import Job, simulate
 
-pytestmark = pytest.mark.full  # until it has been run beside everything else
 JOB = Job("job", 100.0, lambda nodes: 80 / nodes, nodes=8)
 
 
@@ -80,6 +79,7 @@ def test_published_shares_of_oobleck_and_varuna():
     assert oobleck.failures == varuna.failures == 15
 
 
+@pytest.mark.full
 def test_ranking_at_all_periods_and_crossover_at_the_best_interval():
     job = published.job("bert-large")
     clocks = [FixedClock(seconds) for seconds in (*published.PERIODS.values(), 604800.0)]

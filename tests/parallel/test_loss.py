@@ -1,5 +1,7 @@
 """The vocabulary-parallel cross-entropy is the stock one, without the full logits."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,9 +98,11 @@ def test_only_the_local_softmax_is_kept_for_the_backward_pass():
 
 def deferred(rank, world_size, dtype):
     """Losses and gradients of a head whose logits exist for 3 tokens at a time, and of the whole stock head."""
-    from optimum_trn.parallel import loss as module
+    with patch.multiple("optimum_trn.parallel.loss", TOKENS=3, BYTES=0):
+        return in_chunks(rank, world_size, dtype)
 
-    module.TOKENS, module.BYTES = 3, 0
+
+def in_chunks(rank, world_size, dtype):
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((2, 7, 5), (VOCAB, 5), (VOCAB,)))
     labels = torch.randint(VOCAB, (2, 7), generator=generator)

@@ -11,7 +11,7 @@ from optimum_trn.errors import PlanError
 from optimum_trn.parallel import ParallelConfig
 from optimum_trn.parallel.collectives import reduce_from_group
 from optimum_trn.parallel.linear import RowParallelLinear
-from optimum_trn.parallel.loss import vocab_parallel_cross_entropy
+from optimum_trn.parallel.loss import head_loss
 from optimum_trn.patching import Schedule, get_plan, state_of
 from optimum_trn.patching.styles import SharedInput, SummedGradients
 from optimum_trn.patching.verify import verify
@@ -145,10 +145,10 @@ def test_replicas_of_key_value_heads_that_do_not_sum_their_gradients_are_named()
 
 def unmasked(rank, world_size):
     schedule = planned(vocab_size=97)
-    loss = "optimum_trn.parallel.loss.vocab_parallel_cross_entropy"
+    loss = "optimum_trn.parallel.loss.head_loss"
 
     def everything_counts(logits, target, group, vocab_size, ignore_index):
-        return vocab_parallel_cross_entropy(logits, target, group, logits.shape[-1] * group.size, ignore_index)
+        return head_loss(logits, target, group, logits.shape[-1] * group.size, ignore_index)
 
     with patch(loss, everything_counts), pytest.raises(PlanError, match="the loss by"):
         schedule.verify(rows_of(schedule))
