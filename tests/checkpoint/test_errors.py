@@ -114,7 +114,7 @@ def test_a_launched_script_ends_with_an_exit_code(tmp_path):
             [sys.executable, str(script), str(tmp_path)],
             env={
                 **os.environ,
-                # Threads of torch's own gloo may abort a process that ends right after a collective (see csrc/work.cpp).
+                # Threads of torch's own gloo may abort a process that ends after a collective (see csrc/work.cpp).
                 "OPTIMUM_TRN_DEVICE": "neuron",
                 "PYTHONPATH": str(REPOSITORY),
                 "RANK": str(rank),
