@@ -58,3 +58,12 @@ def of_first_rank(content: T) -> T:
     found = [content]
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def of_all_ranks(content: T) -> list[T]:
+    """What each rank has, in their order; a collective, unless this process is alone."""
+    if not dist.is_initialized():
+        return [content]
+    found = [content] * dist.get_world_size()
+    dist.all_gather_object(found, content)
+    return found

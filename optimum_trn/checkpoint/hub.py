@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from huggingface_hub import is_offline_mode
 from transformers import AutoModel
 
 from . import stock
-from .agreement import agreed
+from .agreement import agreed, is_first_on_host
 from .load import ShardedLoad
 
 
@@ -25,7 +24,7 @@ def downloaded_once(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return kwargs
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first = is_first_on_host()
     is_remote = not Path(name).exists() and not kwargs.get("local_files_only") and not is_offline_mode()
     with agreed(f"Downloading {name}"):
         if is_first and is_remote:

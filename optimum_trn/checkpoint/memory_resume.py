@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ..errors import CheckpointError, StoreError
 from ..store import DirectoryStore, StoreClient
 from . import packed
 from .agents import Agents
-from .agreement import agreed, of_first_rank
+from .agreement import agreed, of_all_ranks, of_first_rank
 from .memory_saving import object_name, temporary_directory
 
 LOCAL, PEER, PERSISTENT = "local memory", "peer memory", "persistent checkpoint"
@@ -91,11 +89,7 @@ class MemoryReader:
     def _assemble(self, step: int, held: dict[int, set[tuple[int, int]]], newest: int) -> Found:
         per_node = self.agents.ranks_per_node
         node, local = divmod(self.rank, per_node)
-        directories: list[Any] = [None] * self.world_size
-        if local == 0:
-            directories[self.rank] = str(temporary_directory("optimum_trn-resume-"))
-        if dist.is_initialized():
-            dist.all_gather_object(directories, directories[self.rank])
+        directories = of_all_ranks(str(temporary_directory("optimum_trn-resume-")) if local == 0 else "")
         directory = Path(directories[node * per_node], f"checkpoint-{step}")
         tiers: list[str] = []
         origins: list[dict[str, Any]] = []
@@ -116,11 +110,7 @@ class MemoryReader:
             if local == 0:
                 shutil.rmtree(directory.parent, ignore_errors=True)
             raise
-        all_found: list[Any] = [None] * self.world_size
-        if dist.is_initialized():
-            dist.all_gather_object(all_found, (tiers, [origin["attempt"] for origin in origins]))
-        else:
-            all_found = [(tiers, [origin["attempt"] for origin in origins])]
+        all_found = of_all_ranks((tiers, [origin["attempt"] for origin in origins]))
         if len({attempt for _, attempts in all_found for attempt in attempts}) > 1:
             if local == 0:
                 shutil.rmtree(directory.parent, ignore_errors=True)

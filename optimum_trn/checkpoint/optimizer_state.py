@@ -27,7 +27,7 @@ from ..parallel.whole_parameters import cut_parameters
 from ..parallel.zero1 import LOW_PRECISION, Zero1Optimizer
 from ..patching import state_of
 from ..patching.adapters import placements_of
-from .agreement import is_first_rank
+from .agreement import is_first_rank, of_all_ranks
 from .pieces import Held, pieces
 from .shared_files import SharedFiles
 from .slices import Stored, open_slices
@@ -151,7 +151,7 @@ def add_optimizer(files: SharedFiles, optimizer: Any, model: nn.Module) -> None:
                 boxes[name] += found
                 described[name] = shape, local.dtype
     groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for of_rank, values_of_rank in _of_all_ranks((described, values)):
+    for of_rank, values_of_rank in of_all_ranks((described, values)):
         described |= of_rank
         values |= values_of_rank
     tensors = {
@@ -269,11 +269,3 @@ def _like(current: Any, value: Any) -> Any:
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return tuple(value) if isinstance(current, tuple) else value
-
-
-def _of_all_ranks(content: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [content]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, content)
-    return found

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from fsspec import register_implementation
 from fsspec.core import url_to_fs
 
 from ..errors import CheckpointError
-from .agreement import agreed
+from .agreement import agreed, is_first_on_host, of_first_rank
 from .manifest import FILE_NAME
 from .steps import beyond_limit, step_of
 
@@ -91,11 +90,8 @@ def downloaded(url: str) -> Iterator[Path]:
 
     All ranks must enter and leave it.  Raises as `download`, on every rank.
     """
-    names = [uuid.uuid4().hex]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, src=0)
-    directory = Path(tempfile.gettempdir(), f"download-{names[0]}")
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    directory = Path(tempfile.gettempdir(), f"download-{of_first_rank(uuid.uuid4().hex)}")
+    is_first = is_first_on_host()
     try:
         with agreed(f"Downloading {url}"):
             if is_first:

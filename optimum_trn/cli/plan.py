@@ -15,9 +15,9 @@ from rich.table import Column, Table
 from optimum_trn.cost import MACHINES
 from optimum_trn.errors import PlanError
 from optimum_trn.planning.memory import host_bytes
-from optimum_trn.planning.pictures import STATUS, engine_slices, report
+from optimum_trn.planning.pictures import LAYOUT_COLUMNS, STATUS, engine_slices, layout_row, report
 from optimum_trn.planning.planner import Plan, compare, plan
-from optimum_trn.planning.search import Candidate, deciding_term, training_arguments
+from optimum_trn.planning.search import training_arguments
 from optimum_trn.report import chrome_trace
 from optimum_trn.report import render as page
 
@@ -104,13 +104,11 @@ def render(found: Plan, console: Console, top: int | None = None) -> None:
         f"{work.machine.name} ({work.world_size} ranks), {work.global_batch} x {work.sequence_length} tokens "
         f"a step, {work.precision}, {work.optimizer}. Predicted by a cost model, not measured."
     )
-    table = Table(
-        Column("layout", no_wrap=True), "step, s", "MFU", "tokens/s", "HBM, GiB", "dollars/B tokens", "against the best"
-    )
+    table = Table(Column(LAYOUT_COLUMNS[0], no_wrap=True), *LAYOUT_COLUMNS[1:])
     best = found.result.best if top is None else found.result.best[:top]
     rows = best if chosen in best else [*best, chosen]
     for candidate in rows:
-        table.add_row(*_cells(found, candidate))
+        table.add_row(*layout_row(found, candidate))
     console.print(table)
     step, memory = chosen.step, chosen.memory
     console.print(f"Layout: {chosen.layout}; micro-batches a step: {chosen.layout.micro_batches(work)}")
@@ -130,23 +128,6 @@ def render(found: Plan, console: Console, top: int | None = None) -> None:
     console.print(f"NeuronTrainingArguments({arguments})", markup=False, highlight=False)
     if found.comparison is not None:
         _comparison(found, console)
-
-
-def _cells(found: Plan, candidate: Candidate) -> list[str]:
-    step, best = candidate.step, found.best.step
-    dollars = found.dollars_per_billion_tokens(candidate)
-    against = "best"
-    if candidate is not found.best:
-        against = f"+{step.seconds / best.seconds - 1:.1%}: {deciding_term(step, best)}"
-    return [
-        str(candidate.layout),
-        f"{step.seconds:.3f}",
-        f"{step.mfu:.1%}",
-        f"{step.tokens_per_second:,.0f}",
-        f"{candidate.memory.total / 2**30:.1f}",
-        "no price" if dollars is None else f"{dollars:,.2f}",
-        against,
-    ]
 
 
 def _cost(found: Plan, console: Console) -> None:

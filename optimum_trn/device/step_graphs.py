@@ -113,37 +113,25 @@ class StepGraphs:
     ) -> str:
         """Why the graph is new that leaves all known ones with `actual`, its operation number `place` from 0."""
         try:
-            return self._cause(expected, actual, place, step, after_end, starts_over, should_start_over)
+            stack = frames()
+            if _is_printing(stack):  # it computes on the core what it shows
+                line = users_line(stack)
+                return f"{KINDS['print']} at {line} (`{line.text}`) in the middle of a graph"
+            if place == 0 and self._last_read is not None and (expected is None or expected[0] != actual[0]):
+                return f"it follows what was read at {self._last_read.line} ({self._last_read.kind})"
+            return recompiles.explain(
+                expected,
+                actual,
+                step=step + 1,
+                stack=stack,
+                after_end=after_end,
+                starts_over=starts_over,
+                should_start_over=should_start_over,
+                input_of=_extension().input_of,
+            )
         except Exception as error:  # what it says must never end a training run
             logger.exception("A recompilation could not be explained.")
             return f"it could not be explained: {error!r}"
-
-    def _cause(
-        self,
-        expected: recompiles.Operation | None,
-        actual: recompiles.Operation,
-        place: int,
-        step: int,
-        after_end: bool,
-        starts_over: bool,
-        should_start_over: bool,
-    ) -> str:
-        stack = frames()
-        if _is_printing(stack):  # it computes on the core what it shows
-            line = users_line(stack)
-            return f"{KINDS['print']} at {line} (`{line.text}`) in the middle of a graph"
-        if place == 0 and self._last_read is not None and (expected is None or expected[0] != actual[0]):
-            return f"it follows what was read at {self._last_read.line} ({self._last_read.kind})"
-        return recompiles.explain(
-            expected,
-            actual,
-            step=step + 1,
-            stack=stack,
-            after_end=after_end,
-            starts_over=starts_over,
-            should_start_over=should_start_over,
-            input_of=_extension().input_of,
-        )
 
     def was_read(self, kind: str, ended: int, step: int) -> None:
         """A value left the core; `ended` is the number of the graph that it ended, or -1."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from torch import Tensor
@@ -127,6 +128,11 @@ class ParallelConfig:
                     f"mics_partition_size={size!r} can't be combined with {name}={getattr(self, name)}: {reason}. "
                     "Leave one of them out; zero_1, the default, shards the optimizer in any case."
                 )
+
+    @property
+    def optimizer_memory(self) -> torch.device | None:
+        """Where the optimizer and its states are; None: with the model."""
+        return torch.device("cpu") if self.optimizer_offload else None
 
     @property
     def of_model(self) -> ParallelConfig:

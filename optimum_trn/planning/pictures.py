@@ -22,6 +22,9 @@ PLAYED = 4
 CONSTANT = ("weights", "gradients", "optimizer", "collective buffers", "code")
 """Categories of memory that last as long as the step."""
 
+LAYOUT_COLUMNS = ("layout", "step, s", "MFU", "tokens/s", "HBM, GiB", "dollars/B tokens", "against the best")
+"""What is said of a layout, on the page and in the terminal."""
+
 LAYERS_SHOWN = 12
 """Points of a forward pass at which memory is shown where there is no pipeline."""
 
@@ -138,25 +141,24 @@ def scaling(workload: Workload, candidate: Candidate) -> Curve:
 
 
 def _layouts(plan: Plan) -> Table:
-    columns = ("layout", "step, s", "MFU", "tokens/s", "HBM, GiB", "dollars/B tokens", "against the best")
     best = plan.result.best
     shown = best if plan.chosen in best else [*best, plan.chosen]
-    rows = []
-    for candidate in shown:
-        dollars, step = plan.dollars_per_billion_tokens(candidate), candidate.step
-        slower = step.seconds / plan.best.step.seconds - 1
-        rows.append(
-            (
-                str(candidate.layout),
-                f"{step.seconds:.3f}",
-                f"{step.mfu:.1%}",
-                f"{step.tokens_per_second:,.0f}",
-                f"{candidate.memory.total / 2**30:.1f}",
-                "no price" if dollars is None else f"{dollars:,.2f}",
-                "best" if candidate is plan.best else f"+{slower:.1%}: {deciding_term(step, plan.best.step)}",
-            )
-        )
-    return Table(columns, rows, shown.index(plan.chosen))
+    return Table(LAYOUT_COLUMNS, [layout_row(plan, candidate) for candidate in shown], shown.index(plan.chosen))
+
+
+def layout_row(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    """A layout of a plan in the columns of `LAYOUT_COLUMNS`."""
+    dollars, step = plan.dollars_per_billion_tokens(candidate), candidate.step
+    slower = step.seconds / plan.best.step.seconds - 1
+    return (
+        str(candidate.layout),
+        f"{step.seconds:.3f}",
+        f"{step.mfu:.1%}",
+        f"{step.tokens_per_second:,.0f}",
+        f"{candidate.memory.total / 2**30:.1f}",
+        "no price" if dollars is None else f"{dollars:,.2f}",
+        "best" if candidate is plan.best else f"+{slower:.1%}: {deciding_term(step, plan.best.step)}",
+    )
 
 
 def engine_slices(plan: Plan) -> Iterator[Slice]:

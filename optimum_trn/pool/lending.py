@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import TrainerCallback
 
-from ..checkpoint.agreement import agreed
+from ..checkpoint.agreement import agreed, of_first_rank
 from ..errors import StoreError
 from ..modeling import local_device
 from ..store.client import StoreClient
@@ -46,7 +46,7 @@ class CoreLease:
         while granted is None:  # rounds, since ranks that wait for one collective wait as long as its timeout only
             with agreed("Waiting for cores"):
                 granted = self._poll() if self._client is not None else None
-            granted = _from_first_rank([granted])
+            granted = of_first_rank(granted)
         self.cores = tuple(granted)
 
     def _poll(self) -> list[int] | None:
@@ -59,10 +59,8 @@ class CoreLease:
 
     def wanted(self) -> bool:
         """Whether another job is more urgent, the same on all ranks."""
-        answer = [False]
-        if self._client is not None:
-            answer = [self._client.ask(Operation.LEASE, {})["wanted"]]
-        return bool(_from_first_rank(answer))
+        answer = self._client is not None and self._client.ask(Operation.LEASE, {})["wanted"]
+        return bool(of_first_rank(answer))
 
     def give_back(self) -> None:
         """Let others have the cores."""
@@ -199,9 +197,3 @@ def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
 
 def _device_random(device: torch.device) -> Tensor | None:
     return torch.neuron.get_rng_state() if device.type == "neuron" else None  # type: ignore[attr-defined]
-
-
-def _from_first_rank(value: list[Any]) -> Any:
-    if dist.is_initialized():
-        dist.broadcast_object_list(value, src=0)
-    return value[0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import xxhash
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -16,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..checkpoint.agents import Agents
-from ..checkpoint.agreement import of_first_rank
+from ..checkpoint.agreement import is_first_on_host, of_all_ranks, of_first_rank
 from ..checkpoint.find import newest_complete
 from ..checkpoint.memory_resume import PERSISTENT, Found, MemoryReader
 from ..checkpoint.memory_saving import MemorySaving, MemoryWriter
@@ -155,10 +154,10 @@ class MemoryCheckpointsMixin(CheckpointsMixin):
         if wait:
             writer.spans.close()
             writer.finish()
-        if not all(_of_all_ranks(writer.is_done)):
+        if not all(of_all_ranks(writer.is_done)):
             return False
         step, error = writer.step, writer.finish()
-        errors = _of_all_ranks(None if error is None else str(error))
+        errors = of_all_ranks(None if error is None else str(error))
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         writer.settle(not failed)
         if failed and self.args.process_index == 0:
@@ -222,13 +221,5 @@ class MemoryCheckpointsMixin(CheckpointsMixin):
             self._remove(found)
 
     def _remove(self, found: Found) -> None:
-        if self.args.local_process_index == 0 or not dist.is_initialized():
+        if is_first_on_host():
             found.remove()
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -202,7 +202,7 @@ class Replication:
         wanted = {id(parameter) for parameter in held} | {id(p) for p in parameters.values() if p.requires_grad}
         shared = {name: parameter for name, parameter in parameters.items() if id(parameter) in wanted}
         (common, group), *others = self._families(shared)
-        memory = torch.device("cpu") if self.config.optimizer_offload else None
+        memory = self.config.optimizer_memory
         return Zero1Optimizer(optimizer, common, group, self.num_ranks, capacity, others, memory)
 
     # ---- Around a backward pass -------------------------------------------------------------------------------------

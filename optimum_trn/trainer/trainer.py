@@ -162,7 +162,7 @@ class NeuronTrainerMixin(TRLMixin, FaultToleranceMixin, MemoryCheckpointsMixin, 
         self.optimizer = super().create_optimizer(*args, **kwargs)
         elsewhere = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.mesh is None and self.parallel_config.zero_1 and not elsewhere:
-            memory = torch.device("cpu") if self.parallel_config.optimizer_offload else None
+            memory = self.parallel_config.optimizer_memory
             self.optimizer = with_master_weights(self.optimizer, self.model, memory)
         return self.optimizer
 
